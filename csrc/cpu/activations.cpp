@@ -1,5 +1,5 @@
-// rms_norm, silu_mul and rotary without a cast after them, and their gradients, which training runs between
-// its GEMMs. Composed of torch's ops, each took 6 to 10 passes over the activations, forward and backward.
+// rms_norm and silu_mul without a cast, and their gradients, which training runs between its GEMMs. Composed
+// of torch's ops, each took 6 to 10 passes over the activations, forward and backward.
 //
 // Forward they round as the separate ops of a BF16 model would; backward they compute in FP32 from one read
 // and round once. The gradient of a norm's weight is summed over rows in FP32: in fixed chunks of rows, then
@@ -82,7 +82,7 @@ struct RoundRow {
   }
 };
 
-// f(type) for the element type of x, which all of `others` share; x is [T, width].
+// Checks that x is [T, width] of a high-precision type and that y has the same shape and type.
 void check_rows(const Contract& check, const Tensor& x, const char* first, const char* second,
                 const Tensor& y) {
   check.rank(first, x, 2);
@@ -116,8 +116,9 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight_in, double eps) {
 
 namespace {
 
-// The sum of `chunks` rows of `partial` [chunks, width], in order, rounded to the type of `like`.
-Tensor summed(const Tensor& partial, int64_t chunks, int64_t width, ScalarType dtype) {
+// Returns the sum of the rows of `partial` [chunks, width], added in order and rounded to `dtype`. Overwrites
+// the first row.
+Tensor sum_chunks(const Tensor& partial, int64_t chunks, int64_t width, ScalarType dtype) {
   const Tensor out = empty({width}, dtype);
   float* sum = data<float>(partial);
   for (int64_t c = 1; c < chunks; ++c) dispatch<AddRow>(sum + c * width, sum, width);
@@ -148,7 +149,7 @@ Pair rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight
       }
     });
   });
-  return {dx, summed(partial, chunks, in.width, x.scalar_type())};
+  return {dx, sum_chunks(partial, chunks, in.width, x.scalar_type())};
 }
 
 }  // namespace

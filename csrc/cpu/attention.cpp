@@ -3,9 +3,9 @@
 //
 // This file checks the op's arguments and cuts its work into tasks. A task is one sequence, up to 16 query
 // tokens and one kv head (several adjacent ones, if one has few rows), and goes through the parts of its
-// keys. If there would be fewer tasks than threads, the parts of a long sequence are separate tasks, joined
-// when all are done: the same arithmetic, hence the same bits. attention.h says in which order sums are
-// taken.
+// keys. If there would be fewer tasks than threads, the parts of a long sequence are separate tasks and are
+// merged when all are done, with the same arithmetic and therefore the same bits. attention.h describes the
+// order of every sum.
 #include "cpu/attention.h"
 
 #include <torch/csrc/stable/library.h>
@@ -23,10 +23,11 @@ namespace attention {
 namespace {
 
 constexpr int64_t kQueryTokens = 16;
-constexpr int64_t kTogether = 64;    // query rows of a task with several heads, at most
-constexpr int64_t kMostHeads = 8;    // of a task
-constexpr int64_t kMaxDim = 576;     // DeepSeek: 512 of the latent vector and 64 that are rotated
-constexpr int64_t kAlone = 1 << 17;  // fewer products with keys finish before another thread wakes up
+constexpr int64_t kMaxRows = 64;  // query rows of a task with several heads, at most
+constexpr int64_t kMaxHeads = 8;  // of a task
+constexpr int64_t kMaxDim = 576;  // DeepSeek: 512 of the latent vector and 64 that are rotated
+// Fewer products with keys finish before another thread wakes up.
+constexpr int64_t kMinParallelProducts = 1 << 17;
 
 // --- contract
 
@@ -41,12 +42,12 @@ struct Task {
   int64_t sequence, kv_head, first, last;  // query tokens [first, last) of the sequence
 };
 
-// What a thread does at once: a task from end to end, or one part of its keys into states in `memory`.
+// A thread's unit of work: a whole task, or one part of a task's keys, whose states are written to `memory`.
 struct Piece {
   const Work* heads;
   int64_t count;
   float* memory;
-  int64_t part;  // -1: all of them
+  int64_t part;  // -1: all parts
 };
 
 void check_sequences(const Contract& check, const Batch& b) {
@@ -114,23 +115,23 @@ Work work_of(const Batch& b, const Task& task) {
 
 // --- parts
 
-// The parts that any row sees, counted from the first of these.
-int64_t first_part(const Work& w) { return w.from(0) / kPart; }
+// The parts of which some row of the task sees a key; `part` counts from the first of them.
+int64_t first_part(const Work& w) { return w.first_key(0) / kPart; }
 int64_t parts_of(const Work& w) { return (w.context + kPart - 1) / kPart - first_part(w); }
 int64_t begin_of(const Work& w, int64_t part) { return (first_part(w) + part) * kPart; }
 Keys keys_of(const Work& w, int64_t part) {
-  const int64_t begin = begin_of(w, part), from = w.from(0) / kAligned * kAligned;
+  const int64_t begin = begin_of(w, part), from = w.first_key(0) / kAligned * kAligned;
   return {std::max(begin, from), std::min(w.context, begin + kPart)};
 }
 
-// Joins one part to those before it, for rows [first, last).
+// Merges the state of a part into that of the parts before it, for rows [first, last).
 struct Join {
   static FP8_INLINE void run(const State* total, const State* part, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) {
       const float before = total->maximum[r], here = part->maximum[r], top = here > before ? here : before;
-      const float kept = exp_of(before - top), added = exp_of(here - top);
-      const auto add = [&](float* sum, const float* more, int64_t count) {
-        for (int64_t i = 0; i < count; ++i) sum[i] = sum[i] * kept + more[i] * added;
+      const float old_factor = exp_of(before - top), new_factor = exp_of(here - top);
+      const auto add = [&](float* sum, const float* values, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) sum[i] = sum[i] * old_factor + values[i] * new_factor;
       };
       add(total->out + r * total->width, part->out + r * total->width, total->width);
       add(total->sums + r * 16, part->sums + r * 16, 16);
@@ -139,15 +140,15 @@ struct Join {
   }
 };
 
-// Joins a sink to the parts before it.
+// Merges a sink into the state of the parts before it.
 struct JoinSink {
   static FP8_INLINE void run(const State* total, const float* sinks, int64_t group) {
     for (int64_t r = 0; r < total->rows; ++r) {
       const float before = total->maximum[r], here = sinks[r % group], top = here > before ? here : before;
-      const float kept = exp_of(before - top), added = exp_of(here - top);
-      for (int64_t i = 0; i < total->width; ++i) total->out[r * total->width + i] *= kept;
-      for (int64_t i = 0; i < 16; ++i) total->sums[r * 16 + i] *= kept;
-      total->sums[r * 16] += added;
+      const float old_factor = exp_of(before - top), new_factor = exp_of(here - top);
+      for (int64_t i = 0; i < total->width; ++i) total->out[r * total->width + i] *= old_factor;
+      for (int64_t i = 0; i < 16; ++i) total->sums[r * 16 + i] *= old_factor;
+      total->sums[r * 16] += new_factor;
       total->maximum[r] = top;
     }
   }
@@ -155,62 +156,63 @@ struct JoinSink {
 
 // The states of a task's heads.
 struct States {
-  State of[kMostHeads];
+  State head[kMaxHeads];
 
   static int64_t size(const Path& path, const Work& w) {
     return State::size(w.tokens * w.group, path.width(w.dim));
   }
   States(const Path& path, const Work& w, int64_t heads, float* memory) {
     for (int64_t i = 0; i < heads; ++i)
-      of[i] = State::at(memory + i * size(path, w), w.tokens * w.group, path.width(w.dim));
+      head[i] = State::at(memory + i * size(path, w), w.tokens * w.group, path.width(w.dim));
   }
 };
 
-void join(const Piece& p, int64_t part, const States& total, const States& more) {
+void join(const Piece& p, int64_t part, const States& total, const States& part_states) {
   for (int64_t i = 0; i < p.count; ++i) {
     const Work& w = p.heads[i];
-    const int64_t begin = begin_of(w, part), fresh = w.first_row_from(begin);
-    dispatch<Join>(&total.of[i], &more.of[i], w.first_row(begin), fresh);
-    for (int64_t r = fresh; r < w.first_row_from(begin + kPart); ++r) total.of[i].copy_row(more.of[i], r);
+    const int64_t begin = begin_of(w, part), first_new = w.first_row_past(begin);
+    dispatch<Join>(&total.head[i], &part_states.head[i], w.first_row(begin), first_new);
+    for (int64_t r = first_new; r < w.first_row_past(begin + kPart); ++r)
+      total.head[i].copy_row(part_states.head[i], r);
   }
 }
 
 void finish(const Path& path, const Piece& p, const States& total) {
   for (int64_t i = 0; i < p.count; ++i) {
     const Work& w = p.heads[i];
-    if (w.sinks != nullptr) dispatch<JoinSink>(&total.of[i], w.sinks, w.group);
-    path.finish(w, total.of[i]);
+    if (w.sinks != nullptr) dispatch<JoinSink>(&total.head[i], w.sinks, w.group);
+    path.finish(w, total.head[i]);
   }
 }
 
-Reading reading(const Piece& p, int64_t part) { return {p.heads, p.count, keys_of(*p.heads, part)}; }
+WorkItem work_item(const Piece& p, int64_t part) { return {p.heads, p.count, keys_of(*p.heads, part)}; }
 
-void whole(const Path& path, const Piece& p, const Reading& next) {
+void attend_task(const Path& path, const Piece& p, const WorkItem& next) {
   thread_local Scratch memory[2];
   const int64_t size = p.count * States::size(path, *p.heads), parts = parts_of(*p.heads);
   const States total(path, *p.heads, p.count, memory[0].get<float>(size));
-  const States more(path, *p.heads, p.count, memory[1].get<float>(size));
+  const States part_states(path, *p.heads, p.count, memory[1].get<float>(size));
   for (int64_t part = 0; part < parts; ++part) {
-    const States& states = part == 0 ? total : more;
-    path.attend(reading(p, part), states.of, part + 1 < parts ? reading(p, part + 1) : next);
-    if (part > 0) join(p, part, total, more);
+    const States& states = part == 0 ? total : part_states;
+    path.attend(work_item(p, part), states.head, part + 1 < parts ? work_item(p, part + 1) : next);
+    if (part > 0) join(p, part, total, part_states);
   }
   finish(path, p, total);
 }
 
 // --- pieces
 
-// How many adjacent heads a task takes: several if they have few rows, but not so many that a thread has no
-// task.
+// Returns the number of adjacent heads of a task: several if they have few rows, but not so many that a
+// thread has no task.
 int64_t heads_together(const Work& w, int64_t kv_heads, int64_t tasks) {
-  const int64_t wanted = 2 * static_cast<int64_t>(torch::stable::get_num_threads());
-  int64_t count = std::min({kv_heads, kMostHeads, std::max<int64_t>(1, kTogether / (w.tokens * w.group))});
-  while (count > 1 && tasks * ((kv_heads + count - 1) / count) < wanted) count /= 2;
+  const int64_t min_tasks = 2 * static_cast<int64_t>(torch::stable::get_num_threads());
+  int64_t count = std::min({kv_heads, kMaxHeads, std::max<int64_t>(1, kMaxRows / (w.tokens * w.group))});
+  while (count > 1 && tasks * ((kv_heads + count - 1) / count) < min_tasks) count /= 2;
   return count;
 }
 
-// Tasks that would take one thread longer than a fair share of everything are cut into their parts, each of
-// which leaves its states. `cut`: their pieces, one after the other.
+// All pieces of an op. A task with more than an equal share of all parts is cut into one piece per part.
+// `cut` holds these pieces, those of a task next to each other.
 struct Plan {
   std::vector<Piece> pieces, cut;
 };
@@ -222,15 +224,15 @@ Plan plan(const Path& path, const std::vector<Work>& works) {
   const int64_t tasks = static_cast<int64_t>(works.size()) / kv_heads;
   int64_t all = 0, floats = 0;
   for (const Work& w : works) all += parts_of(w);
-  const auto long_one = [&](const Work& w) { return parts_of(w) > 1 && parts_of(w) * threads > all; };
-  for (const Work& w : works) floats += long_one(w) ? parts_of(w) * States::size(path, w) : 0;
+  const auto is_long = [&](const Work& w) { return parts_of(w) > 1 && parts_of(w) * threads > all; };
+  for (const Work& w : works) floats += is_long(w) ? parts_of(w) * States::size(path, w) : 0;
   float* memory = states.get<float>(floats);
   Plan out;
   for (const Work* w = works.data(); w < works.data() + works.size();) {
     const int64_t head = (w - works.data()) % kv_heads;
     const int64_t count = std::min(heads_together(*w, kv_heads, tasks), kv_heads - head);
-    if (!long_one(*w)) out.pieces.push_back({w, count, nullptr, -1});
-    for (int64_t part = 0; long_one(*w) && part < parts_of(*w); ++part) {
+    if (!is_long(*w)) out.pieces.push_back({w, count, nullptr, -1});
+    for (int64_t part = 0; is_long(*w) && part < parts_of(*w); ++part) {
       out.cut.push_back({w, count, memory, part});
       memory += count * States::size(path, *w);
     }
@@ -240,16 +242,17 @@ Plan plan(const Path& path, const std::vector<Work>& works) {
   return out;
 }
 
-bool alone(const std::vector<Work>& works) {
+bool is_serial(const std::vector<Work>& works) {
   int64_t products = 0;
-  for (const Work& w : works) products += w.tokens * w.group * (w.context - w.from(0)) * w.dim;
-  return products < kAlone;
+  for (const Work& w : works) products += w.tokens * w.group * (w.context - w.first_key(0)) * w.dim;
+  return products < kMinParallelProducts;
 }
 
 void compute_piece(const Path& path, const Piece& p, const Piece* next) {
-  const Reading then = next == nullptr ? Reading{} : reading(*next, std::max<int64_t>(next->part, 0));
-  if (p.part < 0) return whole(path, p, then);
-  path.attend(reading(p, p.part), States(path, *p.heads, p.count, p.memory).of, then);
+  const WorkItem next_item =
+      next == nullptr ? WorkItem{} : work_item(*next, std::max<int64_t>(next->part, 0));
+  if (p.part < 0) return attend_task(path, p, next_item);
+  path.attend(work_item(p, p.part), States(path, *p.heads, p.count, p.memory).head, next_item);
 }
 
 void join_parts(const Path& path, const Piece* first) {
@@ -261,18 +264,18 @@ void join_parts(const Path& path, const Piece* first) {
 }
 
 void compute(const Path& path, const std::vector<Work>& works) {
-  if (alone(works)) {
-    for (const Work& w : works) whole(path, {&w, 1, nullptr, -1}, {});
+  if (is_serial(works)) {
+    for (const Work& w : works) attend_task(path, {&w, 1, nullptr, -1}, {});
     return;
   }
-  const Plan todo = plan(path, works);
-  const auto count = static_cast<int64_t>(todo.pieces.size());
+  const Plan schedule = plan(path, works);
+  const auto count = static_cast<int64_t>(schedule.pieces.size());
   parallel_tasks(count, [&](int64_t i) {
-    const Piece* p = todo.pieces.data() + i;
+    const Piece* p = schedule.pieces.data() + i;
     compute_piece(path, *p, i + 1 < count ? p + 1 : nullptr);
   });
-  parallel_tasks(static_cast<int64_t>(todo.cut.size()), [&](int64_t i) {
-    if (todo.cut[static_cast<size_t>(i)].part == 0) join_parts(path, todo.cut.data() + i);
+  parallel_tasks(static_cast<int64_t>(schedule.cut.size()), [&](int64_t i) {
+    if (schedule.cut[static_cast<size_t>(i)].part == 0) join_parts(path, schedule.cut.data() + i);
   });
 }
 

@@ -1,17 +1,17 @@
 // The parts of paged attention, for any instruction set: the order of every sum, one task's work, and its
 // state.
 //
-// The order. A query at position p sees keys 0..p, or the last `window` of them, in parts of 512 and tiles
-// within them, both aligned to multiples of their size whatever chunk or batch the query came in. Per tile:
-// the scores, their maximum, the weights exp(score - running maximum); sum and output are rescaled if the
-// maximum rose, and the tile is added. Each part starts from nothing; the parts' maxima, sums and outputs are
-// joined in their order. Keys beyond p or before its window have weight exactly 0 and their values are not
-// used; tiles and parts without a key that a row sees do not change the row, and those that no row of a
-// task sees are not read. A head's sink is joined last, as a part with one key of weight 1 and without a
-// value. So a query's result depends only on its own q, its keys and its position: not on the batch, on how
-// the prompt was cut, or on threads, which may take the parts of one long sequence at the same time. Tile
-// and arithmetic depend on the path: 16 keys in FP32 in general, 64 keys in BF16 with FP32 sums where q is
-// BF16 and the machine multiplies BF16.
+// The order. A query at position p sees keys 0..p, or the last `window` of these. Keys are processed in parts
+// of 512, and a part in tiles; both are aligned to multiples of their size, whatever chunk or batch the query
+// came in. Per tile: the scores, their maximum, the weights exp(score - running maximum); sum and output are
+// rescaled if the maximum rose, and the tile is added. Each part starts from an empty state; the maxima, sums
+// and outputs of the parts are merged in order. Keys beyond p or before its window have weight exactly 0 and
+// their values are not used; tiles and parts without a key that a row sees do not change the row, and those
+// that no row of a task sees are not read. A head's sink is merged last, as a part with one key of weight 1
+// and without a value. So a query's result depends only on its own q, its keys and its position: not on the
+// batch, on how the prompt was cut, or on threads, which may take the parts of one long sequence at the same
+// time. Tile and arithmetic depend on the path: 16 keys in FP32 in general, 64 keys in BF16 with FP32 sums
+// where q is BF16 and the machine multiplies BF16.
 //
 // An FP8 cache's k scale multiplies the scores, its v scale the finished output: no element is scaled alone.
 #pragma once
@@ -25,10 +25,10 @@ namespace fp8serve::attention {
 
 constexpr int64_t kPart = 512;                   // keys
 constexpr int64_t kAligned = 64;                 // keys: a multiple of any path's tile
-constexpr int64_t kNoWindow = int64_t{1} << 40;  // keys: more than there are
+constexpr int64_t kNoWindow = int64_t{1} << 40;  // keys: more than any sequence has
 
-// One sequence's one kv head: `rows` query rows (token-major: row = token * group + head in group) over its
-// blocks.
+// The attention of one kv head in one sequence: query rows (token-major: row = token * group + head in group)
+// over the keys in the sequence's blocks.
 struct Work {
   const void* q;  // row (token t, head h): q + (t * heads + h) * dim, already at the kv head's first head
   void* out;      // same layout
@@ -52,9 +52,9 @@ struct Work {
   // The first query row that sees a position.
   int64_t first_row(int64_t seen) const { return std::max<int64_t>(0, seen - (context - tokens)) * group; }
   // The first key that a query row sees.
-  int64_t from(int64_t r) const { return std::max<int64_t>(0, position(r) - window + 1); }
-  // The first query row that sees no key before `key` > 0; `rows` where there is none.
-  int64_t first_row_from(int64_t key) const { return std::min(tokens * group, first_row(key + window - 1)); }
+  int64_t first_key(int64_t r) const { return std::max<int64_t>(0, position(r) - window + 1); }
+  // The first query row that sees no key before `key` > 0; the number of rows if there is none.
+  int64_t first_row_past(int64_t key) const { return std::min(tokens * group, first_row(key + window - 1)); }
   int64_t slot(int64_t position) const {
     return static_cast<int64_t>(blocks[position / block_size]) * block_size + position % block_size;
   }
@@ -65,16 +65,16 @@ struct Keys {
   int64_t first, last;
 };
 
-// A thread's unit of work: some keys of adjacent kv heads for the same query tokens. They are adjacent in
-// the cache, so they come from memory together.
-struct Reading {
+// A thread's unit of work: some keys of adjacent kv heads for the same query tokens. The heads are adjacent
+// in the cache, so memory delivers them together.
+struct WorkItem {
   const Work* heads = nullptr;
   int64_t count = 0;  // of the heads
   Keys keys{};
 };
 
-// A task's query rows after some keys: output not yet divided by its sum, the maximum its weights refer to,
-// and the sum of weights in 16 lanes.
+// The running softmax of a task's query rows: the outputs before the division by the sum of weights, the
+// maximum that the weights are relative to, and the sum of weights in 16 lanes.
 struct State {
   float* out;      // [rows][width]
   float* sums;     // [rows][16]
@@ -99,9 +99,10 @@ struct State {
 // The functions for a pair of element types.
 struct Path {
   int64_t unit;  // rows of a state are padded to multiples of this
-  // From an empty state, over at most kPart keys, into a state of each head; `next` is read after that.
-  void (*attend)(const Reading& now, const State* states, const Reading& next);
-  void (*finish)(const Work& work, const State& state);  // -> work.out
+  // Computes attention over at most kPart keys, from an empty state for each head. `next` is the work that
+  // follows, for prefetching.
+  void (*attend)(const WorkItem& now, const State* states, const WorkItem& next);
+  void (*finish)(const Work& work, const State& state);  // writes work.out
 
   int64_t width(int64_t dim) const { return (dim + unit - 1) / unit * unit; }
 };

@@ -1,7 +1,8 @@
 // attention_backward: the gradients of causal attention within each sequence, of BF16.
 //
-// This file checks the op's arguments, and gives the threads sequences and heads (attention_backward.h). The
-// heads that share keys are summed in order, so that neither threads nor other sequences change a bit.
+// This file checks the op's arguments and distributes sequences and heads to the threads
+// (attention_backward.h). The gradients of heads that share keys are summed in order, so that the bits depend
+// neither on threads nor on other sequences.
 #include "cpu/attention_backward.h"
 
 #include <torch/csrc/stable/library.h>
@@ -20,12 +21,13 @@ namespace fp8serve {
 namespace attention_backward {
 namespace {
 
-// The heads of a group, in order, summed and rounded.
+// Sums the gradients of a group's heads in order and rounds the sums. `stride`: elements from a head to the
+// next.
 struct SumHeads {
-  static FP8_INLINE void run(const float* from, int64_t group, int64_t apart, int64_t dim, BF16* out) {
+  static FP8_INLINE void run(const float* from, int64_t group, int64_t stride, int64_t dim, BF16* out) {
     for (int64_t d = 0; d < dim; ++d) {
       float sum = 0.0f;
-      for (int64_t g = 0; g < group; ++g) sum += from[g * apart + d];
+      for (int64_t g = 0; g < group; ++g) sum += from[g * stride + d];
       store(sum, out + d);
     }
   }
@@ -36,9 +38,9 @@ struct Outputs {
   float* sinks;
 };
 
-// The heads of some groups at once: enough for all threads, but few, because each has its dK and dV in FP32:
-// four a thread, or fewer if these take more than kMost numbers.
-constexpr int64_t kMost = 1 << 25;
+// The groups of heads are computed in batches of one to four heads per thread: four, unless their dK and dV,
+// which are FP32 until they are summed, take more than kMaxFloats values.
+constexpr int64_t kMaxFloats = 1 << 25;
 
 class Backward {
  public:
@@ -51,10 +53,11 @@ class Backward {
     thread_local Scratch gradients;
     const int64_t all = static_cast<int64_t>(sequences_.size()) * in_.kv_heads, group = in_.group();
     const int64_t threads = static_cast<int64_t>(torch::stable::get_num_threads());
-    const int64_t tasks = std::clamp(kMost / size_, threads, 4 * threads);
-    const int64_t together = std::min(all, (tasks + group - 1) / group);
-    memory_ = gradients.get<float>(together * group * size_);
-    for (int64_t first = 0; first < all; first += together) some(first, std::min(all, first + together));
+    const int64_t tasks = std::clamp(kMaxFloats / size_, threads, 4 * threads);
+    const int64_t group_count = std::min(all, (tasks + group - 1) / group);
+    memory_ = gradients.get<float>(group_count * group * size_);
+    for (int64_t first = 0; first < all; first += group_count)
+      run_groups(first, std::min(all, first + group_count));
   }
 
  private:
@@ -66,7 +69,7 @@ class Backward {
     return {sequences_[static_cast<size_t>(i / in_.kv_heads)], i % in_.kv_heads};
   }
 
-  void some(int64_t first, int64_t last) {
+  void run_groups(int64_t first, int64_t last) {
     const int64_t group = in_.group();
     parallel_tasks((last - first) * group, [&](int64_t task) {
       const Group g = group_at(first + task / group);

@@ -1,9 +1,9 @@
-// The gradients of causal attention, for any instruction set: what one task computes.
+// The gradients of causal attention, for any instruction set: the computation of one task.
 //
 // A task is one sequence and one query head. It takes 64 queries at a time, against all keys that these see.
-// Everything lies transposed, a key a row and a query a column, so that a softmax goes down columns and needs
-// no sum across a vector, and so that weights and their gradients are the left operands of the products that
-// they enter:
+// All matrices are transposed, with a row for each key and a column for each query. So a softmax goes down a
+// column and needs no sum across a vector, and the weights and their gradients are left operands of their
+// products:
 //
 //   S = K Q^T, capped    weights P = softmax of S down each column
 //   dP = V dO^T          D = the sum of P dP down each column
@@ -40,7 +40,7 @@ struct Sequence {
   int64_t rows() const { return padded(length, kTile); }
 };
 
-// What a head of a sequence leaves: dK and dV [rows][width], and the gradient of its sink.
+// The results of one head of a sequence: dK and dV [rows][width], and the gradient of its sink.
 struct Gradients {
   float *k, *v, *sink;
 

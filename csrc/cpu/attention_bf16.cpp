@@ -2,9 +2,9 @@
 // BF16 on the way.
 //
 // Scores are the GEMM tile of gemm.h with 16 keys as its columns. For the second product two keys at a time
-// are interleaved, so that a pair of weights multiplies a pair of values; weights are rounded to BF16 and
-// summed as rounded, which keeps a uniform attention's mean exact. Tiles of 64 keys: one maximum and one
-// rescaling for 64 scores.
+// are interleaved, so that a pair of weights multiplies a pair of values; weights are rounded to BF16 before
+// they are summed, which keeps the mean of a uniform attention exact. A tile has 64 keys, so that 64 scores
+// share one maximum and one rescaling.
 //
 // A tile of 64 keys and 64 dimensions is unpacked in about 300 cycles and costs a query row 130, so that
 // four rows (heads of a group, or tokens of a prompt) already hide it.
@@ -25,12 +25,12 @@
 namespace fp8serve::attention {
 namespace {
 
-constexpr int64_t kKeys = 64;   // a tile
-constexpr int64_t kPiece = 64;  // dimensions handled at once
-constexpr int64_t kMost = 576;  // dimensions of a head
+constexpr int64_t kKeys = 64;     // a tile
+constexpr int64_t kDims = 64;     // dimensions handled at once
+constexpr int64_t kMaxDim = 576;  // dimensions of a head
 
-// One task's working memory, beside its state.
-struct Space : State {
+// A task's state and scratch memory.
+struct Workspace : State {
   uint16_t* q;        // [heads][rows][width]
   float* scores;      // [4 groups of 16 keys][rows][16]
   uint16_t* weights;  // [rows][64]
@@ -40,7 +40,7 @@ struct Space : State {
   uint16_t* v;        // [32 pairs of keys][width][2]
 };
 
-Space allocate(const State& state, int64_t heads) {
+Workspace allocate(const State& state, int64_t heads) {
   thread_local Scratch scratch[7];
   const int64_t rows = state.rows, width = state.width;
   return {state,
@@ -87,8 +87,8 @@ FP8_TARGET FP8_INLINE __m512 tanh16(__m512 x) {
 // --- tiles
 
 struct Tile {
-  int64_t begin;  // its first position
-  int64_t count;  // of its keys that the sequence has
+  int64_t begin;  // position of the first key
+  int64_t count;  // keys before the end of the sequence
 };
 
 gemm::Kind kind_of(ScalarType cache) {
@@ -96,9 +96,9 @@ gemm::Kind kind_of(ScalarType cache) {
   return cache == ScalarType::Float8_e5m2 ? gemm::Kind::e5m2 : gemm::Kind::e4m3;
 }
 
-// The place of each key of a tile, in bytes from the cache's beginning; after the sequence's end it is that
-// of the last key, with masked scores. One division for all: 64 of them took longer than the tile's
-// products.
+// Computes the offset of each key of a tile in the cache, in bytes. Keys after the end of the sequence get
+// the offset of the last key; their scores are masked. One division serves all keys: 64 divisions took longer
+// than the tile's products.
 void locate(const Work& w, Tile tile, int64_t* at) {
   const int64_t bytes = w.token_stride * gemm::bytes_of(kind_of(w.cache));
   int64_t block = tile.begin / w.block_size, place = tile.begin % w.block_size;
@@ -109,20 +109,20 @@ void locate(const Work& w, Tile tile, int64_t* at) {
   std::fill(at + tile.count, at + kKeys, at[tile.count - 1]);
 }
 
-void point(const void* cache, const int64_t* at, const void** key) {
+void get_pointers(const void* cache, const int64_t* at, const void** key) {
   for (int64_t i = 0; i < kKeys; ++i) key[i] = static_cast<const char*>(cache) + at[i];
 }
 
-// Prefetches the next tile of all heads, a few lines at a time, so that it comes from memory while this one
-// is computed. Prefetching the lines of many keys at once would not work: with a few dozen in flight, the
-// rest is dropped.
-class Ahead {
+// Prefetches the next tile of all heads, a few lines at a time, so that memory delivers it while the current
+// tile is computed. It does not prefetch the lines of many keys at once, because a processor drops prefetches
+// beyond a few dozen in flight.
+class Prefetcher {
  public:
-  // some() is called `steps` times between two calls.
-  void aim(const Reading& next, int64_t first, int64_t steps) {
+  // prefetch_some() is called `steps` times between two calls.
+  void set_target(const WorkItem& next, int64_t first, int64_t steps) {
     const Tile tile{first, std::min(kKeys, next.keys.last - first)};
     token_ = line_ = 0;
-    tokens_ = tile.count;  // none where nothing comes after
+    tokens_ = tile.count;  // 0 after the last tile
     if (tokens_ == 0) return;
     const Work& w = *next.heads;
     k_ = static_cast<const char*>(w.k);
@@ -132,7 +132,7 @@ class Ahead {
     locate(w, tile, at_);
   }
 
-  void some() {
+  void prefetch_some() {
     for (int64_t i = 0; i < share_ && token_ < tokens_; ++i) {
       const int64_t at = at_[token_] + line_ * 64;
       __builtin_prefetch(k_ + at, 0, 2);
@@ -143,9 +143,9 @@ class Ahead {
 
  private:
   const char *k_ = nullptr, *v_ = nullptr;
-  int64_t tokens_ = 0, lines_ = 0;  // keys, and lines of each
-  int64_t token_ = 0, line_ = 0;    // up to here they have been prefetched
-  int64_t share_ = 0;
+  int64_t tokens_ = 0, lines_ = 0;  // keys, and cache lines of a key
+  int64_t token_ = 0, line_ = 0;    // the next ones to prefetch
+  int64_t share_ = 0;               // lines to prefetch in a call
   int64_t at_[kKeys];
 };
 
@@ -154,7 +154,7 @@ FP8_TARGET FP8_INLINE __m512i load32(const uint16_t* p, int64_t left) {
   return left >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << left) - 1, p);
 }
 
-// Two BF16 rows -> pairs; the order of dimensions is in_order()'s.
+// Interleaves two BF16 rows into pairs. in_order() restores the order of the dimensions.
 FP8_TARGET void interleave(const uint16_t* even, const uint16_t* odd, int64_t dim, int64_t width,
                            uint16_t* out) {
   for (int64_t d = 0; d < width; d += 32) {
@@ -165,7 +165,7 @@ FP8_TARGET void interleave(const uint16_t* even, const uint16_t* odd, int64_t di
     _mm512_storeu_si512(out + 2 * d + 32, _mm512_unpackhi_epi16(a, b));
   }
 }
-// Two vectors of sums as the interleaving ordered them -> 32 dimensions in order.
+// Stores two vectors of sums, in the order of interleave(), as 32 dimensions in order.
 FP8_TARGET FP8_INLINE void in_order(__m512 low, __m512 high, float* out) {
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
@@ -173,14 +173,14 @@ FP8_TARGET FP8_INLINE void in_order(__m512 low, __m512 high, float* out) {
   _mm512_storeu_ps(out + 16, _mm512_permutex2var_ps(low, second, high));
 }
 
-// A tile's keys into panels of 16, its values into pairs. FP8 values become BF16 rows first.
-void unpack(const Work& w, Tile tile, const int64_t* at, const Space& s, Ahead& ahead) {
+// Unpacks a tile's keys into panels of 16 and its values into pairs. FP8 values become BF16 rows first.
+void unpack(const Work& w, Tile tile, const int64_t* at, const Workspace& s, Prefetcher& prefetcher) {
   const gemm::Level& level = gemm::avx512bf16();
   const gemm::Kind kind = kind_of(w.cache);
   const void* key[kKeys];
-  point(w.k, at, key);
+  get_pointers(w.k, at, key);
   for (int64_t g = 0; g < tile.count; g += 16) level.unpack_columns(key + g, w.dim, kind, s.k + g * s.width);
-  point(w.v, at, key);
+  get_pointers(w.v, at, key);
   for (int64_t i = 0; i < tile.count && kind != gemm::Kind::bf16; ++i) {
     level.unpack_row(key[i], w.dim, kind, s.v_rows + i * s.width);
     key[i] = s.v_rows + i * s.width;
@@ -189,25 +189,25 @@ void unpack(const Work& w, Tile tile, const int64_t* at, const Space& s, Ahead& 
     interleave(static_cast<const uint16_t*>(key[i]),
                i + 1 < tile.count ? static_cast<const uint16_t*>(key[i + 1]) : nullptr, w.dim, s.width,
                s.v + i * s.width);
-    ahead.some();
+    prefetcher.prefetch_some();
   }
 }
 
 // --- one tile onto every row
 
 // A row sees the keys [first, last) of the tile.
-struct Seen {
+struct VisibleKeys {
   int64_t first, last;
-  bool operator==(const Seen&) const = default;
+  bool operator==(const VisibleKeys&) const = default;
 };
 
-Seen seen_of(const Work& w, Tile tile, int64_t row) {
+VisibleKeys visible_keys(const Work& w, Tile tile, int64_t row) {
   const int64_t last = w.position(row) - tile.begin + 1;
   return {std::max<int64_t>(0, last - w.window), std::min(last, kKeys)};
 }
 
-// Rows [first, last).
-void score(const Work& w, Tile tile, const Space& s, int64_t first, int64_t last) {
+// Computes the scores of rows [first, last).
+void score(const Work& w, Tile tile, const Workspace& s, int64_t first, int64_t last) {
   const gemm::Level& level = gemm::avx512bf16();
   for (int64_t g = 0; g < tile.count; g += 16) {
     for (int64_t r = first; r < last; r += gemm::kMaxRows) {
@@ -221,11 +221,13 @@ void score(const Work& w, Tile tile, const Space& s, int64_t first, int64_t last
   }
 }
 
-// Scores of a row -> weights in BF16, its maximum, its sums, and the correction of earlier output. Scores
-// are multiplied by `scale`; kCapped: by `inner`, and their tanh by `scale`.
+// Converts the scores of a row to weights in BF16 and updates its maximum, its sums and the correction of its
+// earlier output. A score is multiplied by `scale` or, if kCapped, becomes scale * tanh(inner * score).
 template <bool kCapped>
-FP8_TARGET void soften(const Space& s, int64_t row, Seen seen, float scale, float inner) {
-  const uint64_t mask = (seen.last >= kKeys ? ~0ull : (1ull << seen.last) - 1) & (~0ull << seen.first);
+FP8_TARGET void update_softmax(const Workspace& s, int64_t row, VisibleKeys visible, float scale,
+                               float inner) {
+  const uint64_t mask =
+      (visible.last >= kKeys ? ~0ull : (1ull << visible.last) - 1) & (~0ull << visible.first);
   const __m512 nothing = _mm512_set1_ps(-INFINITY);
   __m512 score[4];
   __m512 top = _mm512_set1_ps(s.maximum[row]);
@@ -259,11 +261,11 @@ FP8_TARGET FP8_INLINE __m512 dot(__m512 sum, __m512i weights, __m512i values) {
 }
 
 // R rows from `row` that see the same keys: out = out * correction + weights * values, 64 dimensions at a
-// time. kLate: the first keys of the tile are not seen.
+// time. kLate: these rows do not see the tile's first keys.
 template <int R, bool kLate>
-FP8_TARGET void mix(const Space& s, int64_t row, Seen seen) {
+FP8_TARGET void add_values(const Workspace& s, int64_t row, VisibleKeys visible) {
   const __m512i even_only = _mm512_set1_epi32(0xffff), odd_only = _mm512_set1_epi32(-0x10000);
-  for (int64_t d = 0; d < s.width; d += kPiece) {
+  for (int64_t d = 0; d < s.width; d += kDims) {
     __m512 sum[R][4];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
@@ -273,15 +275,15 @@ FP8_TARGET void mix(const Space& s, int64_t row, Seen seen) {
         sum[r][i] = _mm512_mul_ps(_mm512_loadu_ps(s.out + (row + r) * s.width + d + 16 * i), correction);
       }
     }
-    for (int64_t j = kLate ? seen.first / 2 * 2 : 0; j < seen.last; j += 2) {
+    for (int64_t j = kLate ? visible.first / 2 * 2 : 0; j < visible.last; j += 2) {
       const uint16_t* pair = s.v + j * s.width + 2 * d;
       __m512i value[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         value[i] = _mm512_loadu_si512(pair + 32 * i);
-        if (j + 1 == seen.last)
+        if (j + 1 == visible.last)
           value[i] = _mm512_and_si512(value[i], even_only);  // 0 * NaN of an unseen key is not 0
-        if (kLate && j < seen.first) value[i] = _mm512_and_si512(value[i], odd_only);
+        if (kLate && j < visible.first) value[i] = _mm512_and_si512(value[i], odd_only);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -299,77 +301,78 @@ FP8_TARGET void mix(const Space& s, int64_t row, Seen seen) {
   }
 }
 
-void mix_rows(const Space& s, int64_t row, int64_t count, Seen seen) {
-  if (seen.first > 0) {
-    count == 4 ? mix<4, true>(s, row, seen) : mix<1, true>(s, row, seen);
+void add_values_to_rows(const Workspace& s, int64_t row, int64_t count, VisibleKeys visible) {
+  if (visible.first > 0) {
+    count == 4 ? add_values<4, true>(s, row, visible) : add_values<1, true>(s, row, visible);
   } else {
-    count == 4 ? mix<4, false>(s, row, seen) : mix<1, false>(s, row, seen);
+    count == 4 ? add_values<4, false>(s, row, visible) : add_values<1, false>(s, row, visible);
   }
 }
 
-void attend_tile(const Work& w, Tile tile, const Space& s, Ahead& ahead) {
-  const auto seen = [&](int64_t row) { return seen_of(w, tile, row); };
+void attend_tile(const Work& w, Tile tile, const Workspace& s, Prefetcher& prefetcher) {
+  const auto visible = [&](int64_t row) { return visible_keys(w, tile, row); };
   const bool capped = w.softcap > 0.0f;
   const float scale = capped ? w.softcap : w.score_scale, inner = capped ? w.score_scale / w.softcap : 0.0f;
-  const int64_t end = w.first_row_from(tile.begin + kKeys);
+  const int64_t end = w.first_row_past(tile.begin + kKeys);
   int64_t row = 0;
-  while (row < end && seen(row).last <= 0) ++row;
+  while (row < end && visible(row).last <= 0) ++row;
   score(w, tile, s, row, end);
   while (row < end) {
-    const Seen here = seen(row);
-    const int64_t together = row + 3 < end && seen(row + 3) == here ? 4 : 1;  // both ends only rise
-    for (int64_t r = row; r < row + together; ++r) {
-      capped ? soften<true>(s, r, here, scale, inner) : soften<false>(s, r, here, scale, inner);
-      ahead.some();
+    const VisibleKeys here = visible(row);
+    const int64_t count = row + 3 < end && visible(row + 3) == here ? 4 : 1;  // both ends only rise
+    for (int64_t r = row; r < row + count; ++r) {
+      capped ? update_softmax<true>(s, r, here, scale, inner)
+             : update_softmax<false>(s, r, here, scale, inner);
+      prefetcher.prefetch_some();
     }
-    mix_rows(s, row, together, here);
-    row += together;
+    add_values_to_rows(s, row, count, here);
+    row += count;
   }
 }
 
 // --- a task
 
-void load_queries(const Work& w, const Space& s) {
+void load_queries(const Work& w, const Workspace& s) {
   for (int64_t r = 0; r < s.rows; ++r) {
     const auto* from = static_cast<const uint16_t*>(w.q) + w.row(r);
     std::fill(std::copy_n(from, w.dim, s.q + r * s.width), s.q + (r + 1) * s.width, uint16_t{0});
   }
 }
 
-// One head's part of the shared working memory.
-Space of_head(const Space& all, const State& state, int64_t head) {
-  Space s = all;
+// Returns one head's part of the workspace.
+Workspace of_head(const Workspace& all, const State& state, int64_t head) {
+  Workspace s = all;
   static_cast<State&>(s) = state;
   s.q += head * state.rows * state.width;
   return s;
 }
 
-// The heads take turns at every tile.
-void attend(const Reading& now, const State* states, const Reading& next) {
-  const Space all = allocate(*states, now.count);
+// Computes each tile for all heads before the next tile.
+void attend(const WorkItem& now, const State* states, const WorkItem& next) {
+  const Workspace all = allocate(*states, now.count);
   for (int64_t i = 0; i < now.count; ++i) {
     states[i].clear();
     load_queries(now.heads[i], of_head(all, states[i], i));
   }
-  Ahead ahead;
+  Prefetcher prefetcher;
   for (int64_t first = now.keys.first; first < now.keys.last; first += kKeys) {
     const Tile tile{first, std::min(kKeys, now.keys.last - first)};
     const int64_t steps = now.count * (tile.count / 2 + states->rows);
     const bool more = first + kKeys < now.keys.last;
-    ahead.aim(more ? now : next, more ? first + kKeys : next.keys.first, steps);
+    prefetcher.set_target(more ? now : next, more ? first + kKeys : next.keys.first, steps);
     int64_t at[kKeys];
     locate(*now.heads, tile, at);
     for (int64_t i = 0; i < now.count; ++i) {
-      const Space s = of_head(all, states[i], i);
-      unpack(now.heads[i], tile, at, s, ahead);
-      attend_tile(now.heads[i], tile, s, ahead);
+      const Workspace s = of_head(all, states[i], i);
+      unpack(now.heads[i], tile, at, s, prefetcher);
+      attend_tile(now.heads[i], tile, s, prefetcher);
     }
   }
 }
 
 FP8_TARGET void finish(const Work& w, const State& s) {
   for (int64_t r = 0; r < s.rows; ++r) {
-    alignas(64) float ordered[kMost];
+    alignas(64) float ordered[kMaxDim];
     const __m512 scale =
         _mm512_set1_ps(w.value_scale / _mm512_reduce_add_ps(_mm512_loadu_ps(s.sums + r * 16)));
     for (int64_t d = 0; d < s.width; d += 32) {
@@ -384,7 +387,7 @@ FP8_TARGET void finish(const Work& w, const State& s) {
 
 }  // namespace
 
-Path bf16() { return {kPiece, attend, finish}; }
+Path bf16() { return {kDims, attend, finish}; }
 
 }  // namespace fp8serve::attention
 

@@ -1,7 +1,7 @@
 // Paged attention in FP32, for queries of FP32, BF16 or FP16 over caches of any of these or FP8.
 //
 // It walks the keys in tiles of 16 positions: the tile's keys and values become FP32 once and serve every
-// query row of the task. attention.h says in which order sums are taken.
+// query row of the task. attention.h describes the order of every sum.
 #include <cmath>
 
 #include "cpu/attention.h"
@@ -36,24 +36,24 @@ FP8_INLINE float dot(const float* a, const float* b, int64_t width) {
 }
 
 // A query sees the keys [first, last) of a tile's 16. `softcap`: 0 for none.
-struct Seen {
+struct VisibleKeys {
   int first, last;
   float softcap;
 };
 
-// Caps the scores that are seen; returns their maximum, or `top` if that is larger.
-FP8_INLINE float cap(float* scores, Seen seen, float top) {
+// Caps the visible scores; returns their maximum, or `top` if that is larger.
+FP8_INLINE float cap(float* scores, VisibleKeys visible, float top) {
   for (int j = 0; j < kTile; ++j) {
-    const float capped = seen.softcap * tanh_of(scores[j] / seen.softcap);
-    scores[j] = j >= seen.first && j < seen.last ? capped : -INFINITY;
+    const float capped = visible.softcap * tanh_of(scores[j] / visible.softcap);
+    scores[j] = j >= visible.first && j < visible.last ? capped : -INFINITY;
   }
   for (int j = 0; j < kTile; ++j) top = scores[j] > top ? scores[j] : top;
   return top;
 }
 
 // out = out * correction + weight * v over the keys [first, last) only: 0 * NaN of an unseen key is not 0.
-FP8_INLINE void mix(float* out, float correction, const float* weight, const float* v, int64_t width,
-                    int first, int last) {
+FP8_INLINE void add_values(float* out, float correction, const float* weight, const float* v, int64_t width,
+                           int first, int last) {
   for (int64_t d = 0; d < width; d += 16) {
     float lanes[16];
     for (int i = 0; i < 16; ++i) lanes[i] = out[d + i] * correction;
@@ -66,22 +66,22 @@ FP8_INLINE void mix(float* out, float correction, const float* weight, const flo
 
 // One query row and one tile.
 FP8_INLINE void attend(const float* q, float* out, float* maximum, float* sum, const float* k, const float* v,
-                       int64_t width, Seen seen) {
+                       int64_t width, VisibleKeys visible) {
   float weight[kTile];
   float top = *maximum;
   for (int j = 0; j < kTile; ++j) {
-    weight[j] = j >= seen.first && j < seen.last ? dot(q, k + j * width, width) : -INFINITY;
+    weight[j] = j >= visible.first && j < visible.last ? dot(q, k + j * width, width) : -INFINITY;
     top = weight[j] > top ? weight[j] : top;
   }
-  if (seen.softcap != 0.0f) top = cap(weight, seen, *maximum);
+  if (visible.softcap != 0.0f) top = cap(weight, visible, *maximum);
   for (int j = 0; j < kTile; ++j) weight[j] = exp_of(weight[j] - top);
   const float correction = exp_of(*maximum - top);
   *maximum = top;
   *sum = *sum * correction + lane_sum(weight);
-  if (seen.first == 0) {
-    mix(out, correction, weight, v, width, 0, seen.last);
+  if (visible.first == 0) {
+    add_values(out, correction, weight, v, width, 0, visible.last);
   } else {
-    mix(out, correction, weight, v, width, seen.first, seen.last);
+    add_values(out, correction, weight, v, width, visible.first, visible.last);
   }
 }
 
@@ -117,17 +117,17 @@ struct Attend {
       for (int64_t r = 0; r < state->rows; ++r) {
         const int64_t last = w.position(r) - begin + 1, hidden = last - w.window;
         if (last <= 0 || hidden >= kTile) continue;
-        const Seen seen{hidden > 0 ? static_cast<int>(hidden) : 0,
-                        last < kTile ? static_cast<int>(last) : kTile, w.softcap};
+        const VisibleKeys visible{hidden > 0 ? static_cast<int>(hidden) : 0,
+                                  last < kTile ? static_cast<int>(last) : kTile, w.softcap};
         const float* row = q + r * width;
         float *out = state->out + r * width, *maximum = state->maximum + r, *sum = state->sums + r * 16;
-        attend(row, out, maximum, sum, k_tile, v_tile, width, seen);
+        attend(row, out, maximum, sum, k_tile, v_tile, width, visible);
       }
     }
   }
 };
 
-// The state's sums are in their first lane.
+// Each row's sum of weights is in the first of its 16 lanes.
 template <class Q>
 void finish(const Work& w, const State& s) {
   for (int64_t r = 0; r < s.rows; ++r) {
@@ -138,7 +138,7 @@ void finish(const Work& w, const State& s) {
 }
 
 template <class Q, class C>
-void attend_keys(const Reading& now, const State* states, const Reading&) {
+void attend_keys(const WorkItem& now, const State* states, const WorkItem&) {
   for (int64_t i = 0; i < now.count; ++i) {
     const State& s = states[i];
     float* q = memory.rows.get<float>(s.rows * s.width);

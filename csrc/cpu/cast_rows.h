@@ -11,7 +11,7 @@
 
 namespace fp8serve {
 
-// |x| in the order of its own bits; NaN, which does not count, is 0.
+// Returns the bits of |x|, which as integers are in the order of |x|. NaN, which an amax ignores, is 0.
 FP8_INLINE int32_t magnitude(float x) {
   const int32_t mag = std::bit_cast<int32_t>(x) & kMagnitude;
   return mag > kInfinity ? 0 : mag;
@@ -30,12 +30,12 @@ FP8_INLINE float value_of(F16, int16_t mag) { return load(F16{static_cast<uint16
 
 template <class T>
 FP8_INLINE float amax_row(const T* x, int64_t n) {
-  auto seen = magnitude(T{});
+  auto largest = magnitude(T{});
   for (int64_t i = 0; i < n; ++i) {
     const auto mag = magnitude(x[i]);
-    seen = mag > seen ? mag : seen;
+    largest = mag > largest ? mag : largest;
   }
-  return value_of(T{}, seen);
+  return value_of(T{}, largest);
 }
 
 template <class F, class T>
@@ -47,26 +47,28 @@ FP8_INLINE void cast_row_plain(const T* x, uint8_t* q, int64_t n, float scale) {
 template <class F, class T>
 void cast_row_vbmi(const T* x, uint8_t* q, int64_t n, float scale);
 
-// The whole 64s of n values, each 32 of which have a positive, finite scale.
+// Casts the first n / 64 * 64 values. Every 32 values have a scale, which is positive and finite.
 template <class F, class T>
 void cast_blocks_vbmi(const T* x, uint8_t* q, int64_t n, const float* scales);
 
-FP8_INLINE bool usual(float scale) { return scale > 0.0f && scale <= std::bit_cast<float>(kInfinity - 1); }
+FP8_INLINE bool is_positive_finite(float scale) {
+  return scale > 0.0f && scale <= std::bit_cast<float>(kInfinity - 1);
+}
 
 template <class F, class T>
 FP8_INLINE void cast_row(const T* x, uint8_t* q, int64_t n, float scale) {
 #if FP8_X86
-  if (has(kAvx512Vbmi) && usual(scale)) return cast_row_vbmi<F>(x, q, n, scale);
+  if (has(kAvx512Vbmi) && is_positive_finite(scale)) return cast_row_vbmi<F>(x, q, n, scale);
 #endif
   cast_row_plain<F>(x, q, n, scale);
 }
 
-// An amax that several threads raise.
+// An amax that several threads update.
 class SharedAmax {
  public:
   void raise(float value) {
-    float seen = amax_.load(std::memory_order_relaxed);
-    while (value > seen && !amax_.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+    float largest = amax_.load(std::memory_order_relaxed);
+    while (value > largest && !amax_.compare_exchange_weak(largest, value, std::memory_order_relaxed)) {
     }
   }
   float value() const { return amax_.load(); }

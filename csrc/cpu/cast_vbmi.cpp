@@ -30,45 +30,46 @@ struct alignas(64) Magic {
 template <class F>
 constexpr Magic<F> kMagic{};
 
-struct alignas(64) ByteChoice {
+struct alignas(64) ByteIndices {
   uint8_t from[64];
 };
 // Byte `at` of each dword of two vectors.
-constexpr ByteChoice choose(int at) {
-  ByteChoice choice{};
-  for (int i = 0; i < 32; ++i) choice.from[i] = static_cast<uint8_t>(4 * i + at);
-  return choice;
+constexpr ByteIndices byte_of_each_dword(int at) {
+  ByteIndices indices{};
+  for (int i = 0; i < 32; ++i) indices.from[i] = static_cast<uint8_t>(4 * i + at);
+  return indices;
 }
 // The lowest byte of each dword of two vectors, in turn.
-constexpr ByteChoice choose_in_turn() {
-  ByteChoice choice{};
-  for (int i = 0; i < 32; ++i) choice.from[i] = static_cast<uint8_t>(4 * (i / 2) + 64 * (i % 2));
-  return choice;
+constexpr ByteIndices low_bytes_in_turn() {
+  ByteIndices indices{};
+  for (int i = 0; i < 32; ++i) indices.from[i] = static_cast<uint8_t>(4 * (i / 2) + 64 * (i % 2));
+  return indices;
 }
 // Byte 1 of each word of two vectors.
-constexpr ByteChoice choose_high() {
-  ByteChoice choice{};
-  for (int i = 0; i < 64; ++i) choice.from[i] = static_cast<uint8_t>(2 * i + 1);
-  return choice;
+constexpr ByteIndices high_byte_of_each_word() {
+  ByteIndices indices{};
+  for (int i = 0; i < 64; ++i) indices.from[i] = static_cast<uint8_t>(2 * i + 1);
+  return indices;
 }
-constexpr ByteChoice kLowest = choose(0), kHighest = choose(3), kHigh = choose_high();
-constexpr ByteChoice kInTurn = choose_in_turn();
+constexpr ByteIndices kLowestBytes = byte_of_each_dword(0), kHighestBytes = byte_of_each_dword(3),
+                      kHighBytes = high_byte_of_each_word();
+constexpr ByteIndices kLowBytesInTurn = low_bytes_in_turn();
 
-FP8_TARGET FP8_INLINE __m512i constant(const ByteChoice& choice) { return _mm512_load_si512(choice.from); }
+FP8_TARGET FP8_INLINE __m512i constant(const ByteIndices& indices) { return _mm512_load_si512(indices.from); }
 
-// 64 values: as four vectors of FP32, and the parts of them that the last step needs.
+// 64 values as four vectors of FP32, and their signs and NaNs for the last step.
 struct Values {
   __m512 part[4];
-  const ByteChoice* order;  // in which two parts hold 32 values
-  __m512i signs;            // bit 7 of each byte
+  const ByteIndices* order;  // of the 32 values of two parts
+  __m512i signs;             // bit 7 of each byte
   __mmask64 nans;
 };
 
 FP8_TARGET FP8_INLINE __mmask64 join(__mmask32 low, __mmask32 high) { return _mm512_kunpackd(high, low); }
 
 // A byte of each dword of four vectors.
-FP8_TARGET FP8_INLINE __m512i bytes(const __m512i* v, const ByteChoice& choice) {
-  const __m512i index = constant(choice);
+FP8_TARGET FP8_INLINE __m512i bytes(const __m512i* v, const ByteIndices& indices) {
+  const __m512i index = constant(indices);
   const __m512i low = _mm512_permutex2var_epi8(v[0], index, v[1]),
                 high = _mm512_permutex2var_epi8(v[2], index, v[3]);
   return _mm512_inserti64x4(low, _mm512_castsi512_si256(high), 1);
@@ -84,13 +85,13 @@ FP8_TARGET FP8_INLINE Values values(const float* x) {
     bits[i] = _mm512_castps_si512(v.part[i]);
     nan[i] = _mm512_cmp_ps_mask(v.part[i], v.part[i], _CMP_UNORD_Q);
   }
-  v.order = &kLowest;
-  v.signs = bytes(bits, kHighest);
+  v.order = &kLowestBytes;
+  v.signs = bytes(bits, kHighestBytes);
   v.nans = join(_mm512_kunpackw(nan[1], nan[0]), _mm512_kunpackw(nan[3], nan[2]));
   return v;
 }
 
-// Two parts of 32 values: of BF16 those at even and at odd places, which a shift and a mask leave as FP32.
+// Two parts of 32 values: of BF16 those at even and at odd places, which a shift and a mask convert to FP32.
 FP8_TARGET FP8_INLINE void widen(__m512i words, BF16, __m512* part) {
   part[0] = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
   part[1] = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
@@ -99,8 +100,8 @@ FP8_TARGET FP8_INLINE void widen(__m512i words, F16, __m512* part) {
   part[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(words));
   part[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1));
 }
-constexpr const ByteChoice* order(BF16) { return &kInTurn; }
-constexpr const ByteChoice* order(F16) { return &kLowest; }
+constexpr const ByteIndices* order(BF16) { return &kLowBytesInTurn; }
+constexpr const ByteIndices* order(F16) { return &kLowestBytes; }
 constexpr short infinity(BF16) { return 0x7f80; }
 constexpr short infinity(F16) { return 0x7c00; }
 
@@ -112,7 +113,7 @@ FP8_TARGET FP8_INLINE Values values(const T* x) {
   widen(high, T{}, v.part + 2);
   v.order = order(T{});
   const __m512i mask = _mm512_set1_epi16(0x7fff), limit = _mm512_set1_epi16(infinity(T{}));
-  v.signs = _mm512_permutex2var_epi8(low, constant(kHigh), high);
+  v.signs = _mm512_permutex2var_epi8(low, constant(kHighBytes), high);
   v.nans = join(_mm512_cmpgt_epi16_mask(_mm512_and_si512(low, mask), limit),
                 _mm512_cmpgt_epi16_mask(_mm512_and_si512(high, mask), limit));
   return v;

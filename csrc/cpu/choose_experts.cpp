@@ -1,5 +1,6 @@
-// choose_experts: each token's experts and what they weigh, from its router's logits, in one pass. Composed
-// of torch's ops it took seven calls a layer, longer than a decoding step's router needs to multiply.
+// choose_experts: selects each token's experts and computes their weights from the router's logits, in one
+// pass. Composed of torch's ops, it was seven calls per layer, which took longer than the router's product at
+// decoding.
 //
 // Every instruction set gives the same bits: no sum precedes the comparisons, and the weights are made of our
 // own exponential (vectormath.h).
@@ -30,7 +31,7 @@ struct Routing {
   const float* correction;  // of each expert, or none
 };
 
-// x becomes e^(x - its largest); returns the sum, taken as 16 running sums.
+// Replaces x by e^(x - max(x)) and computes the sum, as 16 running sums.
 struct Exponentials {
   static FP8_INLINE void run(float* x, int64_t n, float* sum) {
     float highest = -kTooLarge;
@@ -54,7 +55,7 @@ struct Sigmoids {
 
 bool is_above(float a, float b) { return a > b || (std::isnan(a) && !std::isnan(b)); }
 
-// The places of the `count` largest of x [n], the largest first; among equal ones the first.
+// Returns the indices of the `count` largest of x [n], in descending order; of equal values the first.
 void largest(const float* x, int64_t n, int64_t count, int64_t* places) {
   for (int64_t i = 0, size = 0; i < n; ++i) {
     if (size == count && !is_above(x[i], x[places[count - 1]])) continue;
@@ -64,7 +65,7 @@ void largest(const float* x, int64_t n, int64_t count, int64_t* places) {
   }
 }
 
-// Puts -inf for every expert that is not in one of the best groups.
+// Sets the scores `by` of experts outside of the best groups to -inf.
 void leave_best_groups(const Routing& routing, float* by) {
   const int64_t size = routing.experts / routing.groups, best = routing.scores == kSigmoid ? 2 : 1;
   std::vector<float> values(static_cast<size_t>(routing.groups));
@@ -82,7 +83,8 @@ void leave_best_groups(const Routing& routing, float* by) {
   }
 }
 
-// One token: logits [E], which are overwritten -> its experts, and their weights in `weights` [count].
+// Selects the experts of one token and computes their `weights` [count]. Overwrites the logits [E]; `by` [E]
+// is scratch memory.
 void choose(const Routing& routing, float* logits, float* by, int64_t* chosen, float* weights) {
   const int64_t n = routing.experts, count = routing.count;
   if (routing.scores == kSigmoid) dispatch<Sigmoids>(logits, n);

@@ -1,9 +1,10 @@
 // Ops that are other ops one after the other, in one call. At decoding an op takes a few microseconds to
 // call, and about ten when a layer's weights have emptied the caches: longer than its work.
 //
-// rms_norm_quantize_rows and silu_mul_quantize_rows are an op and the cast of its rows, each row by its own
-// content. grouped_mlp is the weighted sum of the outputs of each token's experts: sort_by_expert, the casts,
-// grouped_mm, silu_mul and add_weighted. It casts a token once and copies the bytes to the token's experts.
+// rms_norm_quantize_rows and silu_mul_quantize_rows are an op and the cast of its output, with a scale for
+// each row or each 128 of a row. grouped_mlp is the weighted sum of the outputs of each token's experts:
+// sort_by_expert, the casts, grouped_mm, silu_mul and add_weighted. It casts a token once and copies the
+// bytes to the token's experts.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
@@ -35,7 +36,7 @@ Pair silu_mul_quantize_rows(const Tensor& gate, const Tensor& up, int64_t width,
 }
 
 // x [T, N] by `rows` int64 [R] -> [R, N].
-Tensor gathered(const Tensor& x, const Tensor& rows) {
+Tensor gather_rows(const Tensor& x, const Tensor& rows) {
   const int64_t count = rows.size(0), bytes = x.size(1) * (x.scalar_type() == ScalarType::Float ? 4 : 1);
   const Tensor out = empty({count, x.size(1)}, x.scalar_type());
   parallel_rows(count, bytes, [&](int64_t r) {
@@ -58,11 +59,11 @@ Tensor grouped_mlp(const Tensor& x_in, const Tensor& chosen, const Tensor& weigh
   const ScalarType type = x.scalar_type();
   const auto [rows, places, offsets] = sort_by_expert(chosen, tokens);
   const auto [q, scale_inv] = cast_rows(check, x, width, power_2);
-  Tensor both = gemm::grouped_mm(gathered(q, rows), gate_up, gathered(scale_inv, rows), gate_up_scale,
-                                 offsets, gate_up_bias, type);
-  const int64_t size = both.size(1) / 2;
-  const Tensor gated =
-      silu_mul(torch::stable::narrow(both, 1, 0, size), torch::stable::narrow(both, 1, size, size));
+  Tensor gate_and_up = gemm::grouped_mm(gather_rows(q, rows), gate_up, gather_rows(scale_inv, rows),
+                                        gate_up_scale, offsets, gate_up_bias, type);
+  const int64_t size = gate_and_up.size(1) / 2;
+  const Tensor gated = silu_mul(torch::stable::narrow(gate_and_up, 1, 0, size),
+                                torch::stable::narrow(gate_and_up, 1, size, size));
   const auto [gated_q, gated_scale_inv] = cast_rows(check, gated, width, power_2);
   const Tensor outputs =
       gemm::grouped_mm(gated_q, down, gated_scale_inv, down_scale, offsets, down_bias, type);

@@ -29,7 +29,7 @@ void norm_row_zmm(const BF16* x, const BF16* weight, BF16* y, int64_t n, float f
 void silu_mul_row_zmm(const BF16* gate, const BF16* up, BF16* y, int64_t n);
 void rotate_heads_zmm(const BF16* x, const BF16* cos, const BF16* sin, BF16* y, int64_t heads, int64_t dim);
 
-// How many of n values those loops take.
+// Returns how many of n values these loops process.
 template <class T>
 FP8_INLINE int64_t in_strips(int64_t n) {
   return FP8_X86 && std::is_same_v<T, BF16> && has(kAvx512) ? n / kStrip * kStrip : 0;
@@ -71,10 +71,11 @@ FP8_INLINE void silu_mul_row(const T* gate, const T* up, T* y, int64_t n) {
   silu_mul_row_plain(gate + strips, up + strips, y + strips, n - strips);
 }
 
-// Half a head: a * cos + sign * b * sin. Nothing overlaps, and saying so lets the loop vectorise.
+// Half a head: a * cos + sign * b * sin. The arrays do not overlap; `__restrict` lets the compiler vectorise
+// the loop.
 template <class T>
-FP8_INLINE void turn(const T* __restrict a, const T* __restrict b, const T* __restrict cos,
-                     const T* __restrict sin, T* __restrict y, float sign, int64_t half) {
+FP8_INLINE void rotate_half(const T* __restrict a, const T* __restrict b, const T* __restrict cos,
+                            const T* __restrict sin, T* __restrict y, float sign, int64_t half) {
   for (int64_t i = 0; i < half; ++i) {
     store(rounded<T>(load(a[i]) * load(cos[i])) + rounded<T>(sign * load(b[i]) * load(sin[i])), y + i);
   }
@@ -91,8 +92,8 @@ FP8_INLINE void rotate_heads(const T* x, const T* cos, const T* sin, T* y, int64
 #endif
   for (int64_t h = 0; h < heads; ++h) {
     const T *first = x + h * dim, *second = first + half;
-    turn(first, second, cos, sin, y + h * dim, -1.0f, half);
-    turn(second, first, cos + half, sin + half, y + h * dim + half, 1.0f, half);
+    rotate_half(first, second, cos, sin, y + h * dim, -1.0f, half);
+    rotate_half(second, first, cos + half, sin + half, y + h * dim + half, 1.0f, half);
   }
 }
 

@@ -20,7 +20,7 @@ constexpr int32_t kUpperHalf = static_cast<int32_t>(0xffff0000);
 FP8_TARGET FP8_INLINE __m512 value(float x) { return _mm512_set1_ps(x); }
 FP8_TARGET FP8_INLINE __m512i value(int32_t x) { return _mm512_set1_epi32(x); }
 
-// 32 values, those at even and those at odd places.
+// 32 values as FP32: those at even and those at odd indices.
 struct Strip {
   __m512 even, odd;
 };
@@ -45,19 +45,19 @@ FP8_TARGET FP8_INLINE __m512i round_or_nan(__m512 x) {
   return _mm512_mask_mov_epi32(round_upper(x), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), value(0x7fc00000));
 }
 
-struct alignas(64) WordChoice {
+struct alignas(64) WordIndices {
   uint16_t from[32];
 };
 // The upper words of two vectors, in turn.
-constexpr WordChoice choose_upper() {
-  WordChoice choice{};
-  for (int i = 0; i < 32; ++i) choice.from[i] = static_cast<uint16_t>((i | 1) + (i % 2) * 32);
-  return choice;
+constexpr WordIndices upper_words() {
+  WordIndices indices{};
+  for (int i = 0; i < 32; ++i) indices.from[i] = static_cast<uint16_t>((i | 1) + (i % 2) * 32);
+  return indices;
 }
-constexpr WordChoice kUpper = choose_upper();
+constexpr WordIndices kUpperWords = upper_words();
 
 FP8_TARGET FP8_INLINE void store_upper(__m512i even, __m512i odd, BF16* y) {
-  _mm512_storeu_si512(y, _mm512_permutex2var_epi16(even, _mm512_load_si512(kUpper.from), odd));
+  _mm512_storeu_si512(y, _mm512_permutex2var_epi16(even, _mm512_load_si512(kUpperWords.from), odd));
 }
 
 FP8_TARGET FP8_INLINE __m512i norm(__m512 x, __m512 weight, __m512 factor) {
@@ -101,11 +101,11 @@ FP8_TARGET FP8_INLINE __m512i silu_mul(__m512 gate, __m512 up) {
 // --- rotary
 
 // a * cos - b * sin and a * cos + b * sin.
-FP8_TARGET FP8_INLINE __m512i turn_back(__m512 a, __m512 cos, __m512 b, __m512 sin) {
+FP8_TARGET FP8_INLINE __m512i rotate_first_half(__m512 a, __m512 cos, __m512 b, __m512 sin) {
   return round_or_nan(
       _mm512_sub_ps(round_inside(_mm512_mul_ps(a, cos)), round_inside(_mm512_mul_ps(b, sin))));
 }
-FP8_TARGET FP8_INLINE __m512i turn(__m512 a, __m512 cos, __m512 b, __m512 sin) {
+FP8_TARGET FP8_INLINE __m512i rotate_second_half(__m512 a, __m512 cos, __m512 b, __m512 sin) {
   return round_or_nan(
       _mm512_add_ps(round_inside(_mm512_mul_ps(a, cos)), round_inside(_mm512_mul_ps(b, sin))));
 }
@@ -141,9 +141,10 @@ FP8_TARGET void rotate_heads_zmm(const BF16* x, const BF16* cos, const BF16* sin
     const Strip s0 = widen(load_words(sin + i)), s1 = widen(load_words(sin + half + i));
     for (int64_t at = i; at < heads * dim; at += dim) {
       const Strip a = widen(load_words(x + at)), b = widen(load_words(x + at + half));
-      store_upper(turn_back(a.even, c0.even, b.even, s0.even), turn_back(a.odd, c0.odd, b.odd, s0.odd),
-                  y + at);
-      store_upper(turn(b.even, c1.even, a.even, s1.even), turn(b.odd, c1.odd, a.odd, s1.odd), y + at + half);
+      store_upper(rotate_first_half(a.even, c0.even, b.even, s0.even),
+                  rotate_first_half(a.odd, c0.odd, b.odd, s0.odd), y + at);
+      store_upper(rotate_second_half(b.even, c1.even, a.even, s1.even),
+                  rotate_second_half(b.odd, c1.odd, a.odd, s1.odd), y + at + half);
     }
   }
 }

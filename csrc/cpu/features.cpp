@@ -1,5 +1,5 @@
 // The features of this processor; `fp8serve::cpu_isa(str cap) -> str`, which caps them and returns the level
-// in force; and `fp8serve::cpu_kernels() -> str`, which variant each op runs, as JSON.
+// in force; and `fp8serve::cpu_kernels() -> str`, which returns the variant that each op runs, as JSON.
 //
 // The cap is a test hook: it holds for the whole process, "best" lifts it, "" only asks. It is a level, which
 // is a name for a set of features, or several levels and features joined by "+". The level in force is the
@@ -58,7 +58,7 @@ std::optional<Features> find(const std::array<Named, N>& names, std::string_view
   return entry == names.end() ? std::nullopt : std::optional(entry->features);
 }
 
-// What "avx512" or "avx512+avx512vbmi" names.
+// Returns the features that a cap such as "avx512" or "avx512+avx512vbmi" names.
 Features parse(const std::string& cap) {
   Features all = kPortable;
   for (size_t begin = 0, end = 0; begin <= cap.size(); begin = end + 1) {

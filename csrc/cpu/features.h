@@ -9,7 +9,7 @@
 //    each of kVector in a function with that `target` attribute, and the compiler vectorises it
 //    (quantize.cpp);
 //  * intrinsics in functions marked with the macros below (gemm_*.cpp).
-// There are no architecture flags anywhere: nothing outside these functions may use more than the baseline.
+// The build sets no architecture flags: code outside of these functions uses the baseline only.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,7 @@ constexpr Features kAvx512Bf16 = kAvx512Vbmi | feature::avx512bf16;
 Features features();  // the processor's, without those that a test has capped
 inline bool has(Features needed) { return (features() & needed) == needed; }
 
-// In which order a kernel adds and how exact it is: docs/numerics.md describes each class, and tests check
+// The order of a kernel's sums and their accuracy: docs/numerics.md describes each class, and tests check
 // that a variant follows its class. Variants of one class give the same bits.
 enum class Numerics { exact, last_bit, sums_fp64, four_lanes, tiles16_fp32, tiles64_bf16, pairs_bf16 };
 

@@ -46,39 +46,39 @@ Tensor multiply(const Contract& check, const Arguments& in, std::initializer_lis
   if (in.residual) check.tensor("residual", *in.residual, {out_dtype}, {m, n});
   check.require(std::find(kHigh.begin(), kHigh.end(), out_dtype) != kHigh.end(), "out_dtype", "is ",
                 torch::headeronly::toString(out_dtype), ", must be Float, BFloat16 or Half");
-  const Arguments use{fp8serve::dense(in.a),
-                      fp8serve::dense(in.b),
-                      dense(in.a_scale),
-                      dense(in.b_scale),
-                      dense(in.bias),
-                      dense(in.residual),
-                      in.packed,
-                      dense(in.ends),
-                      in.mx};
+  const Arguments args{fp8serve::dense(in.a),
+                       fp8serve::dense(in.b),
+                       dense(in.a_scale),
+                       dense(in.b_scale),
+                       dense(in.bias),
+                       dense(in.residual),
+                       in.packed,
+                       dense(in.ends),
+                       in.mx};
   Tensor out = empty({m.value(), n.value()}, out_dtype);
   Problem p{
-      .a = {data<const char>(use.a), kind_of(use.a), k.value()},
-      .b = {.values = data<const char>(use.b), .kind = kind_of(use.b), .k = k.value(), .packed = in.packed},
+      .a = {data<const char>(args.a), kind_of(args.a), k.value()},
+      .b = {.values = data<const char>(args.b), .kind = kind_of(args.b), .k = k.value(), .packed = in.packed},
       .m = m.value(),
       .n = n.value(),
       .k = k.value(),
-      .bias_type = use.bias ? use.bias->scalar_type() : out_dtype,
+      .bias_type = args.bias ? args.bias->scalar_type() : out_dtype,
       .out_type = out_dtype,
-      .bias = pointer(use.bias),
-      .residual = pointer(use.residual),
+      .bias = pointer(args.bias),
+      .residual = pointer(args.residual),
       .out = out.data_ptr()};
   RowScales a_rows, b_rows;
-  if (use.mx) {
-    attach_mx_scale(check, "a_scale_inv", *use.a_scale, m, k, p.a, a_rows);
-    attach_mx_scale(check, "b_scale_inv", *use.b_scale, n, k, p.b, b_rows);
+  if (args.mx) {
+    attach_mx_scale(check, "a_scale_inv", *args.a_scale, m, k, p.a, a_rows);
+    attach_mx_scale(check, "b_scale_inv", *args.b_scale, n, k, p.b, b_rows);
     if (out.numel() > 0) is_far(p) ? run_far(p) : run(p);
     return out;
   }
-  if (use.a_scale) attach_scale(check, "a_scale_inv", *use.a_scale, m, k, p.a);
-  if (use.ends) {
-    attach_joined_scale(check, *use.b_scale, *use.ends, n, k, p.b);
-  } else if (use.b_scale) {
-    attach_scale(check, "b_scale_inv", *use.b_scale, n, k, p.b);
+  if (args.a_scale) attach_scale(check, "a_scale_inv", *args.a_scale, m, k, p.a);
+  if (args.ends) {
+    attach_joined_scale(check, *args.b_scale, *args.ends, n, k, p.b);
+  } else if (args.b_scale) {
+    attach_scale(check, "b_scale_inv", *args.b_scale, n, k, p.b);
   }
   if (p.blocked()) p.ones.assign(static_cast<size_t>(p.k / kScaleBlock + 1), 1.0f);
   if (out.numel() > 0) is_far(p) ? run_far(p) : run(p);

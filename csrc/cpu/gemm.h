@@ -1,14 +1,14 @@
 // The parts of a scaled GEMM, for any instruction set: the order of every sum, the panels and the tile.
 //
 // The order. An output element is one dot product over K of FP8 values whose products are exact in FP32, and
-// its sum is taken in one fixed order that depends on K alone: never on M, on the row's place, on the tile's
+// its sum is taken in one fixed order that depends on K alone: never on M, on the row's index, on the tile's
 // shape or on threads.
 //  * K is cut into blocks of 1024, a block into runs of 8.
 //  * Four lanes are running FP32 sums over a block's runs: lane i adds k = 2 i + 1, then k = 2 i, of each
-//    run. That is what `vdpbf16ps` does with eight BF16.
+//    run, as `vdpbf16ps` does with eight BF16.
 //  * At the block's end (lane 0 + lane 2) + (lane 1 + lane 3); the sums of the blocks are added in order.
-//  * With block scales each 128 of K has its own lanes, and lane += partial * scale, rounded twice, promotes
-//    them.
+//  * With block scales each 128 of K has its own lanes, which are promoted to lanes of the whole block by
+//    total += lane * scale, rounded twice.
 // Every variant of the numerics class `four_lanes` does exactly this, so all of them give the same bits,
 // and a request's output does not depend on the rest of its batch.
 //
@@ -36,29 +36,29 @@ constexpr int64_t kBlock = 1024;
 constexpr int64_t kScaleBlock = 128;
 constexpr int64_t kMxBlock = 32;
 constexpr int64_t kGroup = 16;     // columns of a tile
-constexpr int64_t kMaxRows = 6;    // rows of a tile over a panel ...
-constexpr int64_t kMaxStream = 8;  // ... and of one that reads the weights themselves
+constexpr int64_t kMaxRows = 6;    // rows of a tile that reads a panel ...
+constexpr int64_t kMaxStream = 8;  // ... and of one that reads the weights
 
 // The element type of a matrix.
 enum class Kind { e4m3, e5m2, bf16 };
 constexpr int64_t bytes_of(Kind kind) { return kind == Kind::bf16 ? 2 : 1; }
 
-// What happens to finished sums: out = round(sum * a_scale * b_scale + bias), then, where there is a
-// residual, round(residual + that).
-struct Ending {
+// The epilogue: out = round(sum * a_scale * b_scale + bias) and then, if there is a residual, round(residual
+// + out).
+struct Epilogue {
   const float* a_scale;  // [rows]
   const float* b_scale;  // [16]
   const float* bias;     // [16]
   const void* residual;  // like `out`, or null
   void* out;             // the tile's first element
   int64_t stride;        // elements from a row of `out` to the next
-  int64_t columns;       // that exist, of 16
+  int64_t columns;       // of the tile's 16, those that the matrix has
   ScalarType type;       // of `out`
 };
 
 // `rows` rows by 16 columns over one block of K.
 struct Tile {
-  const void* a = nullptr;  // panel rows, `a_stride` elements apart; as many behind them are fetched ahead
+  const void* a = nullptr;  // panel rows, `a_stride` elements apart; as many after them are prefetched
   const void* b = nullptr;  // panel of 16 columns, or their packed block
   int64_t a_stride = kBlock;
   int64_t k = 0;  // of this block
@@ -67,26 +67,26 @@ struct Tile {
   const float* b_scale = nullptr;       // [128 of K][16 columns]; null where `scale` is the product of both
   float* out = nullptr;                 // [rows][16]: sums of the blocks so far
   const uint16_t* mx_shifts = nullptr;  // of packed MX blocks (gemm_packed.h)
-  bool add = false;                     // onto the earlier blocks' sums
-  const Ending* ending = nullptr;       // at the last block: the results are written instead of the sums
+  bool add = false;                     // to the sums of earlier blocks
+  const Epilogue* epilogue = nullptr;   // at the last block: applied instead of storing the sums
 };
 
 // One variant's building blocks.
 struct Level {
   Variant variant;
   int64_t element_size;
-  // k values -> a panel row of k rounded up to 64 elements.
+  // Converts k values to a panel row of k elements, rounded up to a multiple of 64.
   void (*unpack_row)(const void* from, int64_t k, Kind kind, void* row);
-  // 16 columns of k values -> a panel of 16 times as many.
+  // Converts 16 columns of k values to a panel of 16 such rows.
   void (*unpack_columns)(const void* const* from, int64_t k, Kind kind, void* panel);
   void (*tile)(const Tile& tile);
-  // A few rows, up to `stream_rows`: `b` is read in place, once, and converted in registers; `next` is
-  // where the next call reads, for prefetching. Null if the level has none.
+  // A tile of up to `stream_rows` rows that reads `b` in place, once, and converts it in registers. `next` is
+  // where the next call reads, for prefetching. Null if the level has no such tile.
   void (*stream)(const Tile& tile, const void* const* b, const void* const* next, Kind kind);
   int64_t stream_rows;
   // The same two for packed weights (gemm_packed.h), or null: `tile.b` and `block` are a packed block, of
-  // which k = begin to end is unpacked. Beyond `stream_rows`, and up to `packed_rows`, streaming it several
-  // times is faster than a panel.
+  // which k = begin to end is unpacked. For more than `stream_rows` and up to `packed_rows` rows, streaming
+  // the block several times is faster than unpacking a panel.
   void (*stream_packed)(const Tile& tile, Kind kind) = nullptr;
   void (*unpack_packed)(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind,
                         const uint16_t* mx_shifts, void* panel) = nullptr;
@@ -105,7 +105,7 @@ inline constexpr std::array kLevels = {&avx512bf16, &avx512, &avx2, &portable}; 
 inline constexpr std::array kLevels = {&portable};
 #endif
 
-// The first whose features are in force.
+// Returns the first level whose features are in force.
 const Level& best_level();
 
 }  // namespace fp8serve::gemm

@@ -99,10 +99,10 @@ inline bool is_far(const Problem& p) {
   return std::any_of(p.a.scale, p.a.scale + count, [](float s) { return s > kFarUp || s < kFarDown; });
 }
 
-// The end of the sums [m, n] in FP32 for scales that are far apart: like end_row, but rare and therefore
-// plain.
+// The end of the sums [m, n] in FP32 for scales that are far apart: like apply_epilogue, but rare and
+// therefore plain.
 template <class Out, class Bias>
-void end_far(const Problem& p, const float* sums) {
+void apply_far_epilogue(const Problem& p, const float* sums) {
   for (int64_t i = 0; i < p.m * p.n; ++i) {
     const float bias = p.bias == nullptr ? 0.0f : load(static_cast<const Bias*>(p.bias)[i % p.n]);
     Out* out = static_cast<Out*>(p.out) + i;
@@ -121,7 +121,8 @@ inline void run_far(const Problem& p) {
   run(plain);
   with_element(p.out_type, [&](auto out) {
     with_element(p.bias_type, [&](auto bias) {
-      end_far<typename decltype(out)::type, typename decltype(bias)::type>(p, data<const float>(sums));
+      apply_far_epilogue<typename decltype(out)::type, typename decltype(bias)::type>(
+          p, data<const float>(sums));
     });
   });
 }

@@ -1,7 +1,7 @@
 // The GEMM level for AVX2 + FMA: FP32 panels, a vector in two registers, one row of 16 columns at a time.
 #include "cpu/features.h"
 #include "cpu/gemm.h"
-#include "cpu/gemm_ending.h"
+#include "cpu/gemm_epilogue.h"
 
 #if FP8_X86
 #include <immintrin.h>
@@ -66,11 +66,11 @@ FP8_TARGET FP8_INLINE void store_sums(float* p, Sums sums) {
   _mm256_storeu_ps(p + 8, sums.high);
 }
 template <int R>
-FP8_TARGET FP8_INLINE void end_rows(const Ending& e, int row, const Sums (&sums)[R]) {
+FP8_TARGET FP8_INLINE void apply_epilogue_to_rows(const Epilogue& e, int row, const Sums (&sums)[R]) {
   for (int r = 0; r < R; ++r) {
     float values[kGroup];
     store_sums(values, sums[r]);
-    end_row(e, row + r, values);
+    apply_epilogue(e, row + r, values);
   }
 }
 

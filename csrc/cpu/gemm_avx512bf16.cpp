@@ -1,8 +1,8 @@
 // The GEMM level for AVX-512 BF16 + VBMI: every FP8 value is exact in BF16, so FP8 is a storage format of
 // BF16 here.
 //
-// Four columns' 16 FP8 values each are widened as one register (gemm_widen.h): that gives a run of 8 of the
-// four columns, which is what the tile wants. 64 values of four columns are turned into four of those by a 4
+// Four columns' 16 FP8 values each are widened as one register (gemm_widen.h): that gives two runs of 8 of
+// the four columns, in the order of the panel. 64 values of four columns are turned into four of those by a 4
 // x 4 transpose of 128-bit parts.
 #include "cpu/features.h"
 #include "cpu/gemm.h"
@@ -159,8 +159,8 @@ void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) 
 
 // --- weights read once: converted in registers, never stored
 
-// What a source gives: `load` takes kStep values of columns 0, 4, 8 and 12 of `columns`, `runs` the g-th
-// quarter of them as kRuns operands, one for each run of 8.
+// A source's load() loads kStep values of columns 0, 4, 8 and 12 of `columns`; its runs() converts a quarter
+// of them to kRuns operands, one for each run of 8.
 template <class F>
 struct Fp8Source {
   using Pointer = const uint8_t*;
@@ -185,9 +185,9 @@ struct Bf16Source {
   FP8_TARGET FP8_INLINE void runs(__m512i quarter, Operand* y) const { y[0] = quarter; }
 };
 
-// The four columns of each of C vectors, from vector `first` on, one line further.
+// Prefetches the line at `bytes` of the four columns of each of C vectors, from vector `first` on.
 template <int C>
-FP8_INLINE void fetch(const void* const* columns, int first, int64_t bytes) {
+FP8_INLINE void prefetch(const void* const* columns, int first, int64_t bytes) {
 #pragma GCC unroll 16
   for (int i = 0; i < 4 * C; ++i) {
     __builtin_prefetch(static_cast<const char*>(columns[i / C * 4 + first + i % C]) + bytes);
@@ -195,12 +195,12 @@ FP8_INLINE void fetch(const void* const* columns, int first, int64_t bytes) {
 }
 
 // Adds C vectors of four columns to R rows. The next columns, `next_first` of `next`, are prefetched
-// meanwhile, because the hardware's own prefetching starts again with every 8 columns and at every page. A
-// few rows wait for memory, so prefetching comes first; more rows wait for these loads.
+// meanwhile, because the hardware's own prefetching starts again with every 8 columns and at every page. Few
+// rows wait for memory, so the prefetches precede the loads; with more rows they follow them.
 template <int R, int C, class Source>
 struct ColumnsAdd {
   static constexpr int64_t kStep = Source::kStep;
-  static constexpr bool kFetchFirst = R <= 4;
+  static constexpr bool kPrefetchFirst = R <= 4;
   const uint16_t* a;
   int64_t a_stride;
   typename Source::Pointer const* b;
@@ -208,11 +208,11 @@ struct ColumnsAdd {
   int next_first;
   Source source = {};
   FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * C], int64_t k, int64_t left) const {
-    if (left == kStep && kFetchFirst) fetch<C>(next, next_first, k / kStep * 64);
+    if (left == kStep && kPrefetchFirst) prefetch<C>(next, next_first, k / kStep * 64);
     Parts parts[C];
 #pragma GCC unroll 4
     for (int i = 0; i < C; ++i) parts[i] = Source::load(b + i, k, left);
-    if (left == kStep && !kFetchFirst) fetch<C>(next, next_first, k / kStep * 64);
+    if (left == kStep && !kPrefetchFirst) prefetch<C>(next, next_first, k / kStep * 64);
 #pragma GCC unroll 4
     for (int g = 0; g < 4; ++g) {
       Operand y[C][Source::kRuns];
@@ -231,7 +231,7 @@ struct ColumnsAdd {
   }
 };
 
-// The sums of C vectors of four columns over the block, into their places among those of all 16 columns.
+// Computes the sums of C vectors of four columns over the block and stores them in those of all 16 columns.
 template <int R, int C, bool scaled, class Source>
 FP8_TARGET FP8_INLINE void stream_columns(Vector (&all)[R * 4], int first, const Tile& t,
                                           typename Source::Pointer const* b, const void* const* next,

@@ -16,33 +16,33 @@ Columns::Columns(const Problem& problem, const Level& level)
   if (reads_packed_ && mx) shifts_ = shifts.get<uint16_t>(kGroup * kBlock / kMxBlock);
 }
 
-void Columns::stream(Tile tile, Place at, Place next) const {
+void Columns::stream(Tile tile, BlockIndex at, BlockIndex next) const {
   if (reads_packed_) {
     tile.b = block(at);
     if (shifts_ != nullptr) compute_shifts(at);
     tile.mx_shifts = shifts_;
     return level_.stream_packed(tile, p_.b.kind);
   }
-  const void *b[kGroup], *ahead[kGroup];
-  if (rows_ != nullptr) lay_out(at);
-  point(at, b);
-  point(next, ahead);
-  level_.stream(tile, b, ahead, p_.b.panel_kind());
+  const void *b[kGroup], *next_b[kGroup];
+  if (rows_ != nullptr) unpack_to_rows(at);
+  get_pointers(at, b);
+  get_pointers(next, next_b);
+  level_.stream(tile, b, next_b, p_.b.panel_kind());
 }
 
-void Columns::unpack(Place at, int64_t begin, int64_t end, std::byte* panel) const {
+void Columns::unpack(BlockIndex at, int64_t begin, int64_t end, std::byte* panel) const {
   if (reads_packed_) {
     if (shifts_ != nullptr && begin == 0) compute_shifts(at);
     return level_.unpack_packed(block(at), p_.k_count(at.kb), begin, end, p_.b.kind, shifts_, panel);
   }
   const void* b[kGroup];
-  if (rows_ != nullptr && begin == 0) lay_out(at);
-  point(at, b);
+  if (rows_ != nullptr && begin == 0) unpack_to_rows(at);
+  get_pointers(at, b);
   for (const void*& column : b) column = static_cast<const char*>(column) + begin * row_bytes();
   level_.unpack_columns(b, end - begin, p_.b.panel_kind(), panel + begin * kGroup * level_.element_size);
 }
 
-void Columns::fetch(Place at, int64_t begin, int64_t end) const {
+void Columns::prefetch(BlockIndex at, int64_t begin, int64_t end) const {
   const auto lines = [](const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
   };
@@ -56,14 +56,14 @@ void Columns::fetch(Place at, int64_t begin, int64_t end) const {
     lines(p_.b.at(std::min(at.n + c, p_.n - 1), at.kb * kBlock) + begin * bytes, (end - begin) * bytes);
 }
 
-// A ragged group repeats its last column.
-void Columns::point(Place at, const void** b) const {
+// If `b` has fewer than 16 columns left, the last one is repeated.
+void Columns::get_pointers(BlockIndex at, const void** b) const {
   const int64_t row = kBlock * row_bytes();
   for (int64_t c = 0; c < kGroup; ++c)
     b[c] = rows_ != nullptr ? rows_ + c * row : p_.b.at(std::min(at.n + c, p_.n - 1), at.kb * kBlock);
 }
 
-void Columns::lay_out(Place at) const {
+void Columns::unpack_to_rows(BlockIndex at) const {
   const int64_t k = p_.k_count(at.kb);
   if (p_.b.mx_codes == nullptr) return unpack_block(block(at), k, p_.b.kind, kBlock * row_bytes(), rows_);
   if (codes_ != nullptr) unpack_block(block(at), k, p_.b.kind, kBlock, codes_);
@@ -73,7 +73,7 @@ void Columns::lay_out(Place at) const {
   }
 }
 
-void Columns::compute_shifts(Place at) const {
+void Columns::compute_shifts(BlockIndex at) const {
   const int64_t k = p_.k_count(at.kb), first = at.n * p_.b.mx_blocks + at.kb * (kBlock / kMxBlock);
   level_.compute_mx_shifts(p_.b.mx_codes + first, p_.b.mx_blocks, p_.b.mx_rows + at.n, k / kMxBlock,
                            p_.b.kind, shifts_);

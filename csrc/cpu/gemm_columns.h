@@ -1,4 +1,4 @@
-// Sixteen columns of `b`, a block of K at a time: their place, packed or not, and their way to the tiles.
+// Reads `b` for the tiles, packed or not, in blocks of 16 columns and 1024 of K.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -7,7 +7,7 @@
 namespace fp8serve::gemm {
 
 // Block kb of K of the 16 columns from n.
-struct Place {
+struct BlockIndex {
   int64_t n, kb;
 };
 
@@ -18,31 +18,32 @@ class Columns {
   // With at most this many rows the columns are streamed, otherwise unpacked to a panel.
   int64_t stream_rows() const { return reads_packed_ ? level_.packed_rows : level_.stream_rows; }
 
-  // Multiplies them in place; those of `next` are prefetched meanwhile.
-  void stream(Tile tile, Place at, Place next) const;
+  // Multiplies the block `at` without a panel and prefetches the block `next`.
+  void stream(Tile tile, BlockIndex at, BlockIndex next) const;
 
-  // The smallest part of K that is worth unpacking separately: each row is in another page, and a part
-  // should use it well.
+  // The smallest part of K that is unpacked at a time. Columns that are not packed are each in another page,
+  // so a small part would not be worth a page access.
   int64_t piece() const { return reads_packed_ ? kChunk : kBlock; }
 
-  // Their values from k = begin to end, multiples of kChunk or the block's end, to their place in its panel.
-  void unpack(Place at, int64_t begin, int64_t end, std::byte* panel) const;
+  // Unpacks k = begin to end of a block to the same k of its panel. Both are multiples of kChunk, or `end` is
+  // the end of the block.
+  void unpack(BlockIndex at, int64_t begin, int64_t end, std::byte* panel) const;
 
-  // Prefetches what unpack() will read into the second-level cache.
-  void fetch(Place at, int64_t begin, int64_t end) const;
+  // Prefetches the memory that unpack() will read, into the second-level cache.
+  void prefetch(BlockIndex at, int64_t begin, int64_t end) const;
 
  private:
   int64_t row_bytes() const { return bytes_of(p_.b.panel_kind()); }
-  const char* block(Place at) const { return p_.b.block(at.n, at.kb * kBlock); }
-  void point(Place at, const void** b) const;
-  void lay_out(Place at) const;
-  void compute_shifts(Place at) const;
+  const char* block(BlockIndex at) const { return p_.b.block(at.n, at.kb * kBlock); }
+  void get_pointers(BlockIndex at, const void** b) const;
+  void unpack_to_rows(BlockIndex at) const;
+  void compute_shifts(BlockIndex at) const;
 
   const Problem& p_;
   const Level& level_;
   bool reads_packed_;
-  char* rows_ = nullptr;   // where packed columns, or those in MX blocks, become rows that the level reads
-  char* codes_ = nullptr;  // where packed columns in MX blocks become rows
+  char* rows_ = nullptr;        // buffer of rows that the level reads, if it cannot read `b` directly
+  char* codes_ = nullptr;       // buffer of rows of packed columns in MX blocks
   uint16_t* shifts_ = nullptr;  // of packed columns in MX blocks, for a level that reads these
 };
 

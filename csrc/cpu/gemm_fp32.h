@@ -1,6 +1,6 @@
-// FP8 or BF16 -> FP32 panels in the order of gemm.h, for the levels without a BF16 dot product: one value at
-// a time by table, and what decoding by arithmetic has to know. A run has two steps: its odd k, then its even
-// k.
+// FP8 or BF16 -> FP32 panels in the order of gemm.h, for the levels without a BF16 dot product: unpacking one
+// value at a time by table, and the constants for decoding by arithmetic. A run has two steps: its odd k,
+// then its even k.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -10,7 +10,7 @@ namespace fp8serve::gemm {
 
 constexpr int kStepOrder[kRun] = {1, 3, 5, 7, 0, 2, 4, 6};
 
-// value(i): the i-th value of a row or column.
+// value(i) returns the i-th value of a row or column.
 template <class Value>
 FP8_INLINE void unpack_row_of(int64_t k, float* row, const Value& value) {
   for (int64_t begin = 0; begin < k; begin += kRun) {
@@ -32,7 +32,7 @@ FP8_INLINE void unpack_column_of(int64_t c, int64_t k, float* panel, const Value
   }
 }
 
-// f(value): value(i) reads the i-th of the values at `from`.
+// Calls f(value), where value(i) returns the i-th of the values at `from`.
 template <class F>
 FP8_INLINE void with_values(const void* from, Kind kind, const F& f) {
   if (kind == Kind::bf16) {
@@ -54,8 +54,8 @@ inline void unpack_columns_fp32(const void* const* from, int64_t k, Kind kind, v
   }
 }
 
-// FP8 -> BF16 in 16-bit integers: (magnitude << shift) + bias, but for subnormals, infinity and NaN, which
-// have no such form and come from a table by the low bits of the magnitude.
+// FP8 -> BF16 in 16-bit integers: (magnitude << shift) + bias, except for subnormals, infinity and NaN, which
+// are looked up in a table by the low bits of the magnitude.
 template <class F>
 struct Bf16Code {
   static constexpr int shift = 7 - F::mantissa;

@@ -1,5 +1,5 @@
-// pack_weight brings a weight into the order of gemm_packed.h; levels that have no kernel for it bring it
-// back.
+// pack_weight brings a weight into the order of gemm_packed.h; unpack_block brings it back for levels that
+// read rows.
 #include "cpu/gemm_packed.h"
 
 #include <torch/csrc/stable/library.h>
@@ -12,8 +12,9 @@
 namespace fp8serve::gemm {
 namespace {
 
-// f(row, where in the row, where in the block) for every four values of 16 rows, in bytes of Size each: row
-// by row, so that a row is read in order and what is written stays in the first-level cache.
+// Calls f(row, offset in the row, offset in the block) for every four values of 16 rows. Offsets are in
+// bytes, and a value has Size bytes. Row by row, so that a row is read in order and the written block stays
+// in the first-level cache.
 template <int64_t Size, class F>
 void each_four(int64_t k, Kind kind, const F& f) {
   constexpr int64_t kFour = kHalfRun * Size;

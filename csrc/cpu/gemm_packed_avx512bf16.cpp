@@ -90,8 +90,8 @@ struct RunAdd {
   }
 };
 
-// The columns of a vector's words: of each 8, column 4 l + first, and of the second half the one after it if
-// there are two.
+// The column of each word of a vector: of words 8 l to 8 l + 7 it is column 4 l + first, but of the last four
+// words the column after it if `two`.
 template <int first, bool two>
 struct alignas(64) WordColumns {
   uint16_t column[32];
@@ -125,8 +125,8 @@ struct RunAdd<R, H, MxSource<F>> {
   const uint16_t* shifts;
   Fp8Source<F> source = {};
   FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * H * 2], int64_t block, int64_t) const {
-    const uint16_t* own = shifts + block / kMxBlock * kGroup;
-    const __m512i low = order_shifts<0, true>(own), high = order_shifts<2, true>(own);
+    const uint16_t* block_shifts = shifts + block / kMxBlock * kGroup;
+    const __m512i low = order_shifts<0, true>(block_shifts), high = order_shifts<2, true>(block_shifts);
 #pragma GCC unroll 4
     for (int64_t k = block; k < block + kMxBlock; k += kRun) {
 #pragma GCC unroll 2
@@ -134,8 +134,8 @@ struct RunAdd<R, H, MxSource<F>> {
         const char* p = b + (first + h) * half + k * (kGroup / 2);
         _mm_prefetch(p + kAhead, _MM_HINT_T1);
         const Operands codes = source.load(p);
-        const auto y_low = reinterpret_cast<__m512bh>(lowered(codes.low, low));
-        const auto y_high = reinterpret_cast<__m512bh>(lowered(codes.high, high));
+        const auto y_low = reinterpret_cast<__m512bh>(lower_exponents(codes.low, low));
+        const auto y_high = reinterpret_cast<__m512bh>(lower_exponents(codes.high, high));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const __m512bh x = broadcast(a + r * a_stride + k + (first + h) * kHalfRun);
@@ -174,10 +174,10 @@ FP8_TARGET void stream_rows(const Tile& t) {
     sum_halves<R, 1, scaled, Source>(sums, t, 0);
     sum_halves<R, 1, scaled, Source>(sums, t, 1);
   }
-  Sums done[R];
+  Sums row_sums[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) done[r] = reduce(sums + r * 4);
-  finish_sums<R>(done, t, 0);
+  for (int r = 0; r < R; ++r) row_sums[r] = reduce(sums + r * 4);
+  finish_sums<R>(row_sums, t, 0);
 }
 
 template <bool scaled, class Source>
@@ -210,11 +210,11 @@ FP8_TARGET void unpack_fp8(const char* block, int64_t k, int64_t begin, int64_t 
                   b = _mm512_loadu_si512(second + i * (kGroup / 2));
     const Pair even = widen(t, _mm512_unpacklo_epi32(a, b)), odd = widen(t, _mm512_unpackhi_epi32(a, b));
     if constexpr (mx) {
-      const uint16_t* own = shifts + i / kMxBlock * kGroup;
-      store_run(panel + i * kGroup, {lowered(even.first, order_shifts<0, false>(own)),
-                                     lowered(even.second, order_shifts<1, false>(own)),
-                                     lowered(odd.first, order_shifts<2, false>(own)),
-                                     lowered(odd.second, order_shifts<3, false>(own))});
+      const uint16_t* block_shifts = shifts + i / kMxBlock * kGroup;
+      store_run(panel + i * kGroup, {lower_exponents(even.first, order_shifts<0, false>(block_shifts)),
+                                     lower_exponents(even.second, order_shifts<1, false>(block_shifts)),
+                                     lower_exponents(odd.first, order_shifts<2, false>(block_shifts)),
+                                     lower_exponents(odd.second, order_shifts<3, false>(block_shifts))});
     } else {
       store_run(panel + i * kGroup, {even.first, even.second, odd.first, odd.second});
     }
@@ -238,16 +238,16 @@ FP8_TARGET void unpack_values(const char* block, int64_t k, int64_t begin, int64
   }
 }
 
-// 16 rows of 16 bytes, turned: row i interleaved with row i + 8, four times.
-FP8_TARGET FP8_INLINE void turn(__m128i (&rows)[16]) {
+// Transposes 16 rows of 16 bytes: interleaves row i with row i + 8, four times.
+FP8_TARGET FP8_INLINE void transpose(__m128i (&rows)[16]) {
   for (int step = 0; step < 4; ++step) {
-    __m128i turned[16];
+    __m128i transposed[16];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
-      turned[2 * i] = _mm_unpacklo_epi8(rows[i], rows[i + 8]);
-      turned[2 * i + 1] = _mm_unpackhi_epi8(rows[i], rows[i + 8]);
+      transposed[2 * i] = _mm_unpacklo_epi8(rows[i], rows[i + 8]);
+      transposed[2 * i + 1] = _mm_unpackhi_epi8(rows[i], rows[i + 8]);
     }
-    std::copy_n(turned, 16, rows);
+    std::copy_n(transposed, 16, rows);
   }
 }
 
@@ -259,7 +259,7 @@ FP8_TARGET void fill_shifts(const uint8_t* codes, int64_t stride, const uint8_t*
     __m128i square[16];
     for (int64_t c = 0; c < 16; ++c)
       square[c] = _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), codes + c * stride + begin);
-    turn(square);
+    transpose(square);
     for (int64_t i = 0; i < count; ++i) {
       const __m256i below = _mm256_sub_epi16(scales, _mm256_cvtepu8_epi16(square[i]));
       const __mmask16 far = _mm256_cmpgt_epi16_mask(below, _mm256_set1_epi16(static_cast<int16_t>(limit)));

@@ -1,7 +1,7 @@
 // The portable GEMM level: FP32 panels, loops over 16 lanes. It is the simplest, and the others are checked
 // against it.
 #include "cpu/gemm.h"
-#include "cpu/gemm_ending.h"
+#include "cpu/gemm_epilogue.h"
 #include "cpu/gemm_fp32.h"
 #include "fp8.h"
 
@@ -12,7 +12,7 @@ namespace portable_level {
 
 using Element = float;
 struct Operand {
-  const float* lanes;  // of `a` the four that every column takes, of `b` sixteen
+  const float* lanes;  // of `a` four, which every column uses; of `b` sixteen
 };
 struct Vector {
   float value[16];
@@ -61,8 +61,8 @@ FP8_INLINE Sums load_sums(const float* p) {
 }
 FP8_INLINE void store_sums(float* p, const Sums& sums) { std::copy_n(sums.value, kGroup, p); }
 template <int R>
-FP8_INLINE void end_rows(const Ending& e, int row, const Sums (&sums)[R]) {
-  for (int r = 0; r < R; ++r) end_row(e, row + r, sums[r].value);
+FP8_INLINE void apply_epilogue_to_rows(const Epilogue& e, int row, const Sums (&sums)[R]) {
+  for (int r = 0; r < R; ++r) apply_epilogue(e, row + r, sums[r].value);
 }
 
 #include "cpu/gemm_tile.h"

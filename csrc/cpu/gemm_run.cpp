@@ -1,10 +1,10 @@
 // Runs a GEMM. First the rows of `a`, as many as fit kPanel, are unpacked into a panel. Then work is cut into
-// tasks of rows x columns, whose rows of the panel's block of K stay in the second-level cache; a task goes
-//  1. through its columns, 16 at a time, which become a panel in the first-level cache, and runs the tiles of
-//     its rows over it. Each tile also unpacks a share of the next 16, so that the products go on while
-//     unpacking waits for memory. A few rows (decoding) need no such panel: the weights are converted in
-//     registers;
-//  2. at the last block of K each tile scales, adds the bias, rounds, adds the residual and stores.
+// tasks of rows x columns, whose rows of the panel's block of K stay in the second-level cache. A task
+//  1. goes through its columns, 16 at a time, which become a panel in the first-level cache, and runs the
+//     tiles of its rows over it. Each tile also unpacks a share of the next 16, so that the products go on
+//     while unpacking waits for memory. A few rows (decoding) need no such panel: the weights are converted
+//     in registers;
+//  2. applies the epilogue (gemm_epilogue.h) to each tile at the last block of K.
 #include "cpu/gemm_run.h"
 
 #include "cpu/features.h"
@@ -23,11 +23,11 @@ constexpr int64_t kPanel = 8 << 20;  // bytes of `a` that are unpacked at a time
 constexpr int64_t kResident = 512 * 1024, kRowsPerTask = 43 * kMaxRows, kColumnsPerTask = 256;
 constexpr int64_t kColumnsPerStream = 128;  // where the panel is small
 // With a smaller `b` and fewer products, waking other threads is not worthwhile.
-constexpr int64_t kAloneBytes = 1 << 17, kAloneWork = 1 << 22;
+constexpr int64_t kMinParallelBytes = 1 << 17, kMinParallelProducts = 1 << 22;
 
 int64_t ceil_to(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// One thread's working memory.
+// One thread's scratch memory.
 struct Memory {
   Scratch panels, sums, a_scale;
 };
@@ -43,14 +43,14 @@ struct Panel {
   }
 };
 
-// A block of K in pieces that are processed along with tiles, the same number with each. Tiles may be
-// short, so this needs no division per tile.
+// Distributes the pieces of a block of K evenly over the tiles during which they are processed. Tiles may be
+// short, so next() does not divide.
 class Pieces {
  public:
   Pieces(int64_t k, int64_t size, int64_t tiles)
       : k_(k), size_(size), count_((k + size - 1) / size), tiles_(tiles) {}
 
-  // f(begin, end) for what is due beside the next tile, if anything is.
+  // Calls f(begin, end) for the part of K that is due during the next tile, if any.
   template <class F>
   void next(const F& f) {
     const int64_t before = done_;
@@ -66,25 +66,25 @@ class Pieces {
 
 // The scales of each 128 of a tile's K, see Tile.
 struct InnerScales {
-  static constexpr int64_t kMost = kBlock / kScaleBlock;
+  static constexpr int64_t kMaxScales = kBlock / kScaleBlock;
   const float* rows[std::max(kMaxRows, kMaxStream)];
-  float both[std::max(kMaxRows, kMaxStream)][kMost], columns[kMost * kGroup];
+  float products[std::max(kMaxRows, kMaxStream)][kMaxScales], columns[kMaxScales * kGroup];
 };
 
-// Which of its two loops is a task's outer one. It is the loop over columns if all of K stays in the cache:
-// each weight row is read from beginning to end. Otherwise it is the loop over blocks of K, one of which
-// stays.
-enum class Outside { columns, blocks };
+// The outer one of a task's two loops. It is the loop over columns if all of K stays in the cache: each
+// weight row is read from beginning to end. Otherwise it is the loop over blocks of K, one of which stays
+// there.
+enum class OuterLoop { columns, blocks };
 
 class Task {
  public:
-  Task(const Problem& p, const Level& level, const Panel& panel, Outside outside, int64_t m0, int64_t m1,
+  Task(const Problem& p, const Level& level, const Panel& panel, OuterLoop outer_loop, int64_t m0, int64_t m1,
        int64_t n0, int64_t n1)
       : p_(p),
         level_(level),
         panel_(panel),
         columns_(p, level),
-        outside_(outside),
+        outer_loop_(outer_loop),
         m0_(m0),
         rows_(m1 - m0),
         n0_(n0),
@@ -99,37 +99,39 @@ class Task {
   }
 
   void run() {
-    Place at{n0_, 0};
+    BlockIndex at{n0_, 0};
     if (!streams_) columns_.unpack(at, 0, p_.k_count(0), here_);
     for (; within(at); at = after(at), std::swap(here_, next_)) multiply(at);
   }
 
  private:
-  Place after(Place at) const {
-    if (outside_ == Outside::columns)
-      return at.kb + 1 < p_.k_blocks() ? Place{at.n, at.kb + 1} : Place{at.n + kGroup, 0};
-    return at.n + kGroup < n1_ ? Place{at.n + kGroup, at.kb} : Place{n0_, at.kb + 1};
+  BlockIndex after(BlockIndex at) const {
+    if (outer_loop_ == OuterLoop::columns)
+      return at.kb + 1 < p_.k_blocks() ? BlockIndex{at.n, at.kb + 1} : BlockIndex{at.n + kGroup, 0};
+    return at.n + kGroup < n1_ ? BlockIndex{at.n + kGroup, at.kb} : BlockIndex{n0_, at.kb + 1};
   }
-  bool within(Place at) const { return at.n < n1_ && at.kb < p_.k_blocks(); }
-  bool exists(Place at) const { return at.n < p_.n && at.kb < p_.k_blocks(); }  // here or in the next task
+  bool within(BlockIndex at) const { return at.n < n1_ && at.kb < p_.k_blocks(); }
+  // Whether `at` is a block of this task or of the next.
+  bool exists(BlockIndex at) const { return at.n < p_.n && at.kb < p_.k_blocks(); }
 
-  // sums[rows][16 columns] (+)= block kb, and with the last block the output itself.
-  void multiply(Place at) {
+  // Adds a block to the sums [rows][16 columns]. At the last block of K the epilogue writes the output.
+  void multiply(BlockIndex at) {
     Tile tile{.b = here_, .a_stride = p_.stride(), .k = p_.k_count(at.kb), .add = at.kb > 0};
     InnerScales scales;
     float b_outer[kGroup], bias[kGroup];
     if (p_.blocked() && p_.b.scale_rows == 1) tile.b_scale = spread_scales(at, scales);
-    Ending ending{};
+    Epilogue epilogue{};
     if (at.kb + 1 == p_.k_blocks()) {
-      ending = end_of(at.n, b_outer, bias);
-      tile.ending = &ending;
+      epilogue = epilogue_of(at.n, b_outer, bias);
+      tile.epilogue = &epilogue;
     }
-    const int64_t most = streams_ ? rows_per_stream() : kMaxRows, tiles = (rows_ + most - 1) / most;
-    const Place next = after(at), later = after(next);
+    const int64_t max_rows = streams_ ? rows_per_stream() : kMaxRows,
+                  tiles = (rows_ + max_rows - 1) / max_rows;
+    const BlockIndex next = after(at), later = after(next);
     Pieces unpacking(within(next) ? p_.k_count(next.kb) : 0, columns_.piece(), tiles);
-    Pieces fetching(exists(later) ? p_.k_count(later.kb) : 0, kChunk, tiles);
+    Pieces prefetching(exists(later) ? p_.k_count(later.kb) : 0, kChunk, tiles);
     for (int64_t r = 0; r < rows_; r += tile.rows) {
-      tile.rows = static_cast<int>(std::min(most, rows_ - r));
+      tile.rows = static_cast<int>(std::min(max_rows, rows_ - r));
       tile.a = panel_.at(m0_ + r, at.kb);
       if (sums_ != nullptr) tile.out = sums_ + (at.n - n0_) * rows_ + r * kGroup;
       if (p_.blocked()) tile.scale = row_scales(at, m0_ + r, tile.rows, scales);
@@ -137,16 +139,16 @@ class Task {
         columns_.stream(tile, at, exists(next) ? next : at);
       } else {
         unpacking.next([&](int64_t begin, int64_t end) { columns_.unpack(next, begin, end, next_); });
-        fetching.next([&](int64_t begin, int64_t end) { columns_.fetch(later, begin, end); });
+        prefetching.next([&](int64_t begin, int64_t end) { columns_.prefetch(later, begin, end); });
         level_.tile(tile);
       }
-      if (tile.ending != nullptr) advance(ending, tile.rows);
+      if (tile.epilogue != nullptr) advance(epilogue, tile.rows);
     }
   }
 
   // Even shares: 9 rows are 5 and 4.
   int64_t rows_per_stream() const {
-    const int64_t most = level_.stream_rows, streams = (rows_ + most - 1) / most;
+    const int64_t max_rows = level_.stream_rows, streams = (rows_ + max_rows - 1) / max_rows;
     return (rows_ + streams - 1) / streams;
   }
 
@@ -154,10 +156,10 @@ class Task {
     return x.inner(row, p_.ones.data()) + kb * (kBlock / kScaleBlock);
   }
 
-  int64_t scale_blocks(Place at) const { return (p_.k_count(at.kb) + kScaleBlock - 1) / kScaleBlock; }
+  int64_t scale_blocks(BlockIndex at) const { return (p_.k_count(at.kb) + kScaleBlock - 1) / kScaleBlock; }
 
-  // [128 of K][16 columns from n], where each column has scales of its own.
-  const float* spread_scales(Place at, InnerScales& scales) const {
+  // Returns the scales [128 of K][16 columns from n], if each column has scales of its own.
+  const float* spread_scales(BlockIndex at, InnerScales& scales) const {
     for (int64_t c = 0; c < kGroup; ++c) {
       const float* scale = inner(p_.b, std::min(at.n + c, p_.n - 1), at.kb);
       for (int64_t i = 0; i < scale_blocks(at); ++i) scales.columns[i * kGroup + c] = scale[i];
@@ -165,19 +167,19 @@ class Task {
     return scales.columns;
   }
 
-  // Of each row from `row` on; times that of the columns, where these lie in one 128 x 128 block.
-  const float* const* row_scales(Place at, int64_t row, int rows, InnerScales& scales) const {
+  // Returns the scales of each row from `row` on, times those of the columns if these share 128 x 128 blocks.
+  const float* const* row_scales(BlockIndex at, int64_t row, int rows, InnerScales& scales) const {
     for (int r = 0; r < rows; ++r) {
       const float *a = inner(p_.a, row + r, at.kb), *b = inner(p_.b, at.n, at.kb);
-      float* both = scales.both[r];
-      for (int64_t i = 0; i < scale_blocks(at) && p_.b.scale_rows != 1; ++i) both[i] = a[i] * b[i];
-      scales.rows[r] = p_.b.scale_rows == 1 ? a : both;
+      float* products = scales.products[r];
+      for (int64_t i = 0; i < scale_blocks(at) && p_.b.scale_rows != 1; ++i) products[i] = a[i] * b[i];
+      scales.rows[r] = p_.b.scale_rows == 1 ? a : products;
     }
     return scales.rows;
   }
 
-  // The end of the task's first rows in the 16 columns from n, whose scales and biases it fills in.
-  Ending end_of(int64_t n, float* b_scale, float* bias) const {
+  // Returns the epilogue of the task's first rows in the 16 columns from n. Fills in their scales and biases.
+  Epilogue epilogue_of(int64_t n, float* b_scale, float* bias) const {
     const int64_t columns = std::min(kGroup, n1_ - n), at = (m0_ * p_.n + n) * p_.out_bytes();
     std::fill_n(b_scale, kGroup, 1.0f);
     std::fill_n(bias, kGroup, 0.0f);
@@ -198,7 +200,7 @@ class Task {
             .type = p_.out_type};
   }
 
-  void advance(Ending& e, int64_t rows) const {
+  void advance(Epilogue& e, int64_t rows) const {
     const int64_t bytes = rows * p_.n * p_.out_bytes();
     e.a_scale += rows;
     e.out = static_cast<std::byte*>(e.out) + bytes;
@@ -209,7 +211,7 @@ class Task {
   const Level& level_;
   const Panel& panel_;
   const Columns columns_;
-  const Outside outside_;
+  const OuterLoop outer_loop_;
   const int64_t m0_, rows_, n0_, n1_;
   const bool streams_;
   std::byte *here_, *next_;  // panels of 16 columns
@@ -217,7 +219,7 @@ class Task {
   float* a_scale_;
 };
 
-// Problems whose rows lie one after the other, and all their rows.
+// Problems whose rows are consecutive in memory, and the number of all rows.
 struct Group {
   const Problem* problems;
   int64_t count, rows;
@@ -228,10 +230,10 @@ struct Group {
 // Rows m0 to m1 of a problem, and how they are cut into tasks.
 struct Piece {
   const Problem* problem;
-  Panel panel;  // seen from the problem's own first row
+  Panel panel;  // with rows counted from the problem's first
   int64_t m0, m1;
-  int64_t first = 0;  // task
-  bool few = false;
+  int64_t first = 0;              // index of its first task
+  bool few = false;               // rows: each task has all of them
   int64_t rows = 0, columns = 0;  // of a task
 
   int64_t row_tasks() const { return (m1 - m0 + rows - 1) / rows; }
@@ -239,7 +241,7 @@ struct Piece {
 
   void run(const Level& level, int64_t task) const {
     const int64_t m = m0 + task % row_tasks() * rows, n = task / row_tasks() * columns;
-    Task(*problem, level, panel, few ? Outside::columns : Outside::blocks, m, std::min(m1, m + rows), n,
+    Task(*problem, level, panel, few ? OuterLoop::columns : OuterLoop::blocks, m, std::min(m1, m + rows), n,
          std::min(problem->n, n + columns))
         .run();
   }
@@ -261,9 +263,9 @@ Panel unpack_rows(const Problem& p, const Level& level, int64_t m0, int64_t m1) 
   return {values, m0, rows, bytes};
 }
 
-// `count` in equal shares of whole tiles, none much above `most`.
-int64_t share(int64_t count, int64_t most) {
-  const int64_t shares = (count + most - 1) / most;
+// Returns the size of equal shares of `count` rows: whole tiles, and not much above `max_rows`.
+int64_t share(int64_t count, int64_t max_rows) {
+  const int64_t shares = (count + max_rows - 1) / max_rows;
   return ceil_to((count + shares - 1) / shares, kMaxRows);
 }
 
@@ -280,10 +282,10 @@ std::vector<Piece> pieces(const Group& group, const Panel& panel, int64_t m0, in
   return result;
 }
 
-// Narrow enough to keep the threads busy.
+// Returns the number of columns of a task, few enough to give every thread some tasks.
 int64_t columns_per_task(const Problem& p, int64_t row_tasks, int64_t columns) {
-  const int64_t wanted = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
-  while (columns > 2 * kGroup && row_tasks * ((p.n + columns - 1) / columns) < wanted) columns /= 2;
+  const int64_t min_tasks = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
+  while (columns > 2 * kGroup && row_tasks * ((p.n + columns - 1) / columns) < min_tasks) columns /= 2;
   return columns;
 }
 
@@ -306,22 +308,23 @@ int64_t cut(std::vector<Piece>& all) {
   return tasks;
 }
 
-bool alone(const Problem& p, int64_t rows, int64_t weights) {
-  return weights * p.n * p.k * bytes_of(p.b.kind) < kAloneBytes && rows * p.n * p.k < kAloneWork;
+bool is_serial(const Problem& p, int64_t rows, int64_t weights) {
+  return weights * p.n * p.k * bytes_of(p.b.kind) < kMinParallelBytes &&
+         rows * p.n * p.k < kMinParallelProducts;
 }
 
 void run_rows(const Group& group, const Level& level, int64_t m0, int64_t m1) {
   const Problem& shape = group.shape();
   const Panel panel = unpack_rows(shape, level, m0, m1);
   std::vector<Piece> all = pieces(group, panel, m0, m1);
-  if (alone(shape, m1 - m0, static_cast<int64_t>(all.size()))) {
+  if (is_serial(shape, m1 - m0, static_cast<int64_t>(all.size()))) {
     for (const Piece& p : all)
-      Task(*p.problem, level, p.panel, Outside::columns, p.m0, p.m1, 0, shape.n).run();
+      Task(*p.problem, level, p.panel, OuterLoop::columns, p.m0, p.m1, 0, shape.n).run();
     return;
   }
   parallel_tasks(cut(all), [&](int64_t task) {
-    const auto behind = [](int64_t wanted, const Piece& piece) { return wanted < piece.first; };
-    const Piece& piece = *(std::upper_bound(all.begin(), all.end(), task, behind) - 1);
+    const auto is_before = [](int64_t index, const Piece& piece) { return index < piece.first; };
+    const Piece& piece = *(std::upper_bound(all.begin(), all.end(), task, is_before) - 1);
     piece.run(level, task - piece.first);
   });
 }

@@ -1,4 +1,4 @@
-// A GEMM as data: two matrices, their scales, and the ending of a sum. `run` computes it.
+// A GEMM as data: two matrices, their scales and the operands of the epilogue. run() computes it.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace fp8serve::gemm {
 
-// A matrix [rows, K], K contiguous, and its scale_inv: none, [] or [rows, 1] (outside the sum), or
-// [rows, blocks] or [ceil(rows / 128), blocks] (inside it). With `ends`, the matrix is several ones under
-// each other whose rows end there, and the blocks of 128 rows begin anew with each.
+// A matrix [rows, K], K contiguous, and its scale_inv: none, [] or [rows, 1] (outside the sum), or [rows,
+// blocks] or [ceil(rows / 128), blocks] (inside it). With `ends`, the matrix is a stack of matrices whose
+// rows end there, and the blocks of 128 rows begin anew with each of them.
 struct Operand {
   const char* values;
   Kind kind;
@@ -26,7 +26,8 @@ struct Operand {
   int64_t mx_blocks = 0;  // codes of a row
   const uint8_t* mx_rows = nullptr;
 
-  Kind panel_kind() const { return mx_codes == nullptr ? kind : Kind::bf16; }  // of what levels read
+  // The kind of the values that a level reads.
+  Kind panel_kind() const { return mx_codes == nullptr ? kind : Kind::bf16; }
   const char* at(int64_t row, int64_t column) const { return values + (row * k + column) * bytes_of(kind); }
   const char* block(int64_t row, int64_t column) const {  // packed: of the 16 rows from `row` on
     return values + (row * k + column * kGroup) * bytes_of(kind);
@@ -48,8 +49,8 @@ struct Operand {
   }
 };
 
-// out [m, n] = round(sum * a scale * b scale + bias), and then, where there is a residual, round(residual +
-// that).
+// out [m, n] = round(sum * a scale * b scale + bias), and then, if there is a residual, round(residual +
+// out).
 struct Problem {
   Operand a, b;
   int64_t m, n, k;
@@ -57,7 +58,7 @@ struct Problem {
   const void* bias;
   const void* residual;  // of the output's type, or null
   void* out;
-  std::vector<float> ones = {};  // the inner scale of an operand that has none while the other has
+  std::vector<float> ones = {};  // for an operand without block scales if the other has them
 
   int64_t out_bytes() const { return out_type == ScalarType::Float ? 4 : 2; }
   bool blocked() const { return a.scale_blocks != 0 || b.scale_blocks != 0; }
@@ -66,8 +67,8 @@ struct Problem {
   int64_t k_count(int64_t block) const { return std::min(kBlock, k - block * kBlock); }
 };
 
-// Of problems with the same `n`, `k` and types whose rows of `a` lie one after the other, such as those that
-// the experts of a layer have: in one parallel region, so that small problems share the threads among them.
+// Computes problems with the same `n`, `k` and types whose rows of `a` are consecutive in memory, such as
+// those of the experts of a layer, in one parallel region, so that small problems share the threads.
 void run(const Problem* problems, int64_t count);
 inline void run(const Problem& problem) { run(&problem, 1); }
 

@@ -1,11 +1,11 @@
-// A sum over K in terms of a level's vectors: the loop, its promotion at every 128 with block scales, and
-// what happens to finished sums. No include guard: included once per level, in its namespace, which defines:
+// A sum over K in terms of a level's vectors: the loop, the promotion at every 128 of K with block scales,
+// and the end of a block of K. No include guard: included once per level, in its namespace, which defines:
 //   FP8_TARGET              the level's target attribute
 //   Vector                  FP32 sums, some lanes of some columns: zero(), promote(total, partial, scales),
 //                           same_scale(scale), and for the i-th vector of 16 columns
 //                           scales_of(a_scale, b_scale[16], i)
 //   Sums                    of 16 columns: plus(), load_sums(p), store_sums(p, sums),
-//                           end_rows<R>(ending, row, sums[R])
+//                           apply_epilogue_to_rows<R>(epilogue, row, sums[R])
 
 template <int N>
 FP8_TARGET FP8_INLINE void zero_all(Vector (&sums)[N]) {
@@ -13,7 +13,7 @@ FP8_TARGET FP8_INLINE void zero_all(Vector (&sums)[N]) {
   for (int i = 0; i < N; ++i) sums[i] = zero();
 }
 
-// The end of 128 of K: its lanes are promoted into the total and begin anew.
+// Adds the scaled sums of 128 of K to the totals and sets the sums to zero.
 template <int R, int C>
 FP8_TARGET FP8_INLINE void promote_all(Vector (&total)[R * C], Vector (&sums)[R * C], const Tile& t, int row,
                                        int first, int64_t block) {
@@ -31,10 +31,9 @@ FP8_TARGET FP8_INLINE void promote_all(Vector (&total)[R * C], Vector (&sums)[R 
   zero_all(sums);
 }
 
-// The sums over the tile's K of R rows from `row` on and C vectors of columns from `first` on, with block
-// scales or without; add(sums, k, left) adds Add::kStep of K, or the `left` that there are. One loop serves
-// both, instead of two nested ones: with few rows, starting an inner loop costs as much as promoting its
-// sums.
+// Sums over the tile's K for R rows from `row` on and C vectors of columns from `first` on, with or without
+// block scales. add(sums, k, left) adds the products of Add::kStep of K, or of the last `left`. Block scales
+// do not make it two nested loops: with few rows, starting an inner loop costs as much as promoting its sums.
 template <int R, int C, bool scaled, class Add>
 FP8_TARGET FP8_INLINE void sum_over_k(Vector (&total)[R * C], const Tile& t, int row, int first,
                                       const Add& add) {
@@ -53,15 +52,16 @@ FP8_TARGET FP8_INLINE void sum_over_k(Vector (&total)[R * C], const Tile& t, int
   if (scaled && t.k % kScaleBlock != 0) promote_all<R, C>(total, sums, t, row, first, t.k / kScaleBlock);
 }
 
-// The sums of R rows from `row` on: to the tile's buffer, or, at the last block of K, to their end.
+// Adds the sums of earlier blocks of K to those of R rows from `row` on. Stores them in the tile's buffer or,
+// at the last block, applies the epilogue.
 template <int R>
-FP8_TARGET FP8_INLINE void finish_sums(Sums (&done)[R], const Tile& t, int row) {
+FP8_TARGET FP8_INLINE void finish_sums(Sums (&sums)[R], const Tile& t, int row) {
   float* out = t.out + row * kGroup;
   if (t.add) {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) done[r] = plus(load_sums(out + r * kGroup), done[r]);
+    for (int r = 0; r < R; ++r) sums[r] = plus(load_sums(out + r * kGroup), sums[r]);
   }
-  if (t.ending != nullptr) return end_rows<R>(*t.ending, row, done);
+  if (t.epilogue != nullptr) return apply_epilogue_to_rows<R>(*t.epilogue, row, sums);
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) store_sums(out + r * kGroup, done[r]);
+  for (int r = 0; r < R; ++r) store_sums(out + r * kGroup, sums[r]);
 }

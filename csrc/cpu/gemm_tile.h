@@ -6,15 +6,15 @@
 //   kSteps                  vectors of `b` that make a run of four columns: 1 for BF16, 2 for FP32
 //   kTileRows               rows whose sums fit the registers
 //   load_a(p) broadcasts a row's step, load_b(p), multiply_add(sums, a, b), reduce(vectors[4]) to Sums,
-// and what gemm_sum.h wants.
+// and the definitions that gemm_sum.h needs.
 #include "cpu/gemm_sum.h"
 
 constexpr int kStepA = 8 / kSteps, kStepB = 32 / kSteps;  // elements of a step: of a row, of four columns
 
 // Adds one run to R rows of 16 columns.
 template <int R>
-FP8_TARGET FP8_INLINE void run_of(Vector (&sums)[R * 4], const Element* a, int64_t a_stride,
-                                  const Element* b) {
+FP8_TARGET FP8_INLINE void multiply_run(Vector (&sums)[R * 4], const Element* a, int64_t a_stride,
+                                        const Element* b) {
 #pragma GCC unroll 2
   for (int s = 0; s < kSteps; ++s) {
     Operand y[4];
@@ -29,27 +29,27 @@ FP8_TARGET FP8_INLINE void run_of(Vector (&sums)[R * 4], const Element* a, int64
   }
 }
 
-// The sums of R rows from `row` on, of vectors of four lanes, to their end.
+// Adds up the four lanes of the sums of R rows from `row` on, and finishes these sums.
 template <int R>
 FP8_TARGET FP8_INLINE void finish_rows(const Vector (&sums)[R * 4], const Tile& t, int row) {
-  Sums done[R];
+  Sums row_sums[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    done[r] = reduce({sums[r * 4], sums[r * 4 + 1], sums[r * 4 + 2], sums[r * 4 + 3]});
-  finish_sums<R>(done, t, row);
+    row_sums[r] = reduce({sums[r * 4], sums[r * 4 + 1], sums[r * 4 + 2], sums[r * 4 + 3]});
+  finish_sums<R>(row_sums, t, row);
 }
 
-// The rows behind these are fetched meanwhile, a piece of them with each run: they may lie in memory.
+// Adds a run, and prefetches a piece of the next R rows, which may not be in a cache.
 template <int R>
 struct PanelAdd {
   static constexpr int64_t kStep = kRun, kBytes = R * kRun * static_cast<int64_t>(sizeof(Element));
   const Element *a, *b;
   int64_t a_stride;
   FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * 4], int64_t k, int64_t) const {
-    const char* behind = reinterpret_cast<const char*>(a + R * a_stride + k * R);
+    const char* next_rows = reinterpret_cast<const char*>(a + R * a_stride + k * R);
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(behind + i, 0, 2);
-    run_of<R>(sums, a + k, a_stride, b + k * kGroup);
+    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(next_rows + i, 0, 2);
+    multiply_run<R>(sums, a + k, a_stride, b + k * kGroup);
   }
 };
 

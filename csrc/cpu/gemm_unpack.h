@@ -4,7 +4,7 @@
 //   load_fp8<F>(columns, runs[2])     16 FP8 values of each of four columns -> two runs
 //   load_values(columns, runs[2])     ... of 16 BF16
 //   odd(run), even(run)     its odd and its even k as an Operand: a BF16 is the upper half of its FP32
-//   store(p, operand)       16 floats
+//   store(p, operand)       stores 16 floats
 //
 // Every FP8 value is exact in BF16: 16-bit arithmetic decodes twice as many at a time as 32-bit would, and
 // half of the FP32 come out of a mask, half out of a shift.
@@ -16,7 +16,7 @@ const T* const* as(const void* const* columns) {
   return reinterpret_cast<const T* const*>(columns);
 }
 
-// `left` k of columns i, i + 4, i + 8, i + 12 from `k` on, zeros after the end.
+// Loads `left` values of columns i, i + 4, i + 8, i + 12 from `k` on, with zeros after the end.
 template <class Source>
 FP8_TARGET FP8_INLINE void load_runs(const typename Source::Value* const* columns, int64_t k, int64_t left,
                                      Runs (&runs)[2]) {
@@ -64,7 +64,7 @@ FP8_TARGET void unpack_columns_of(const typename Source::Value* const* columns, 
   }
 }
 
-// 64 values of a row are four columns of 16.
+// Loads 64 values of a row like four columns of 16 values.
 template <class Source>
 FP8_TARGET void unpack_row_of(const typename Source::Value* values, int64_t k, float* row) {
   using Value = typename Source::Value;
@@ -88,7 +88,7 @@ FP8_TARGET void unpack_row_of(const typename Source::Value* values, int64_t k, f
   }
 }
 
-// f(source): with what a kind is read by.
+// Calls f(source) with the source that reads values of `kind`.
 template <class F>
 FP8_INLINE void with_source(Kind kind, const F& f) {
   if (kind == Kind::bf16) return f(Bf16Source{});

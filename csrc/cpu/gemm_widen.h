@@ -50,9 +50,8 @@ FP8_TARGET_AVX512BF16 FP8_INLINE Pair widen(const Tables& t, __m512i bytes) {
   return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
 }
 
-// BF16 values divided by powers of two (compute_mx_shifts): their exponents become smaller, zero stays zero,
-// and infinity and NaN stay what they are.
-FP8_TARGET_AVX512BF16 FP8_INLINE __m512i lowered(__m512i values, __m512i shifts) {
+// Divides BF16 values by powers of two (compute_mx_shifts). Zero, infinity and NaN stay what they are.
+FP8_TARGET_AVX512BF16 FP8_INLINE __m512i lower_exponents(__m512i values, __m512i shifts) {
   const __m512i magnitudes = _mm512_and_si512(values, _mm512_set1_epi16(0x7fff));
   const __mmask32 finite = _mm512_cmplt_epu16_mask(magnitudes, _mm512_set1_epi16(0x7f80));
   const __m512i low = _mm512_mask_subs_epu16(magnitudes, finite, magnitudes, shifts);

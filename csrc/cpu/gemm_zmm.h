@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/features.h"
-#include "cpu/gemm_ending.h"
+#include "cpu/gemm_epilogue.h"
 
 #if FP8_X86
 #include <immintrin.h>
@@ -37,7 +37,7 @@ FP8_TARGET_AVX512 FP8_INLINE Sums plus(Sums a, Sums b) { return _mm512_add_ps(a,
 FP8_TARGET_AVX512 FP8_INLINE Sums load_sums(const float* p) { return _mm512_loadu_ps(p); }
 FP8_TARGET_AVX512 FP8_INLINE void store_sums(float* p, Sums sums) { _mm512_storeu_ps(p, sums); }
 
-// 16 values of a matrix of T, those of `mask`. store() of tensors.h, sixteen at a time.
+// load() and store() of tensors.h for the values of 16 that are in `mask`. rounded16() rounds for store16().
 FP8_TARGET_AVX512 FP8_INLINE __m512 load16(const float* p, __mmask16 mask) {
   return _mm512_maskz_loadu_ps(mask, p);
 }
@@ -59,7 +59,7 @@ FP8_TARGET_AVX512 FP8_INLINE void store16(BF16* p, __mmask16 mask, __m512 rounde
   _mm256_mask_storeu_epi16(p, mask,
                            _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(rounded), 16)));
 }
-// The upper half of each lane is the BF16; the lower one is what it was rounded from.
+// Returns the FP32 values of what rounded16() returned: of BF16 the lower halves are cleared.
 FP8_TARGET_AVX512 FP8_INLINE __m512 value16(__m512 rounded, float) { return rounded; }
 FP8_TARGET_AVX512 FP8_INLINE __m512 value16(__m512 rounded, BF16) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
@@ -67,35 +67,36 @@ FP8_TARGET_AVX512 FP8_INLINE __m512 value16(__m512 rounded, BF16) {
 }
 
 template <class T, int R>
-FP8_TARGET_AVX512 FP8_INLINE void end_rows_as(const Ending& e, int row, const Sums (&sums)[R]) {
+FP8_TARGET_AVX512 FP8_INLINE void apply_epilogue_to_rows_as(const Epilogue& e, int row,
+                                                            const Sums (&sums)[R]) {
   const auto mask = static_cast<__mmask16>((1u << e.columns) - 1);
   const __m512 b_scale = _mm512_loadu_ps(e.b_scale), bias = _mm512_loadu_ps(e.bias);
   const float* a_scale = e.a_scale + row;
-  __m512 done[R];
+  __m512 results[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(sums[r], _mm512_set1_ps(a_scale[r])), b_scale);
-    done[r] = rounded16(_mm512_add_ps(scaled, bias), T{});
+    results[r] = rounded16(_mm512_add_ps(scaled, bias), T{});
   }
   if (e.residual != nullptr) {
     const T* residual = static_cast<const T*>(e.residual) + row * e.stride;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r, residual += e.stride)
-      done[r] = rounded16(_mm512_add_ps(load16(residual, mask), value16(done[r], T{})), T{});
+      results[r] = rounded16(_mm512_add_ps(load16(residual, mask), value16(results[r], T{})), T{});
   }
   T* out = static_cast<T*>(e.out) + row * e.stride;
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r, out += e.stride) store16(out, mask, done[r]);
+  for (int r = 0; r < R; ++r, out += e.stride) store16(out, mask, results[r]);
 }
 
 template <int R>
-FP8_TARGET_AVX512 FP8_INLINE void end_rows(const Ending& e, int row, const Sums (&sums)[R]) {
-  if (e.type == ScalarType::BFloat16) return end_rows_as<BF16>(e, row, sums);
-  if (e.type == ScalarType::Float) return end_rows_as<float>(e, row, sums);
+FP8_TARGET_AVX512 FP8_INLINE void apply_epilogue_to_rows(const Epilogue& e, int row, const Sums (&sums)[R]) {
+  if (e.type == ScalarType::BFloat16) return apply_epilogue_to_rows_as<BF16>(e, row, sums);
+  if (e.type == ScalarType::Float) return apply_epilogue_to_rows_as<float>(e, row, sums);
   for (int r = 0; r < R; ++r) {
     float values[kGroup];
     store_sums(values, sums[r]);
-    end_row(e, row + r, values);
+    apply_epilogue(e, row + r, values);
   }
 }
 

@@ -1,5 +1,5 @@
-// keep_allowed: logits of tokens that may not come next become -inf. A word has the bits of 32 tokens; in
-// most forms most words allow none of them or all.
+// keep_allowed: sets the logits of tokens that may not come next to -inf. A word has the bits of 32 tokens;
+// with most schemas most words allow none of them or all.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>

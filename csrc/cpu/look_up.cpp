@@ -1,6 +1,6 @@
-// look_up: a function of one BF16 number by the table of all 65,536 values. A model's activations use a few
-// thousand entries, which a processor keeps in its first-level cache. A load for each element then takes
-// less time than computing GELU, and gives the same bits at every place in a tensor.
+// look_up: a function of one BF16 value, by a table of its 65,536 results. A model's activations use a few
+// thousand entries, which a processor keeps in its first-level cache. A load for each element then takes less
+// time than computing GELU, and gives the same bits at every place in a tensor.
 #include <torch/csrc/stable/library.h>
 
 #include "check.h"

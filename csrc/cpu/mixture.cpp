@@ -27,7 +27,8 @@ std::tuple<Tensor, Tensor, Tensor> sort_by_expert(const Tensor& chosen_in, const
   const Tensor chosen = dense(chosen_in);
   const int64_t k = chosen.size(1), count = chosen.size(0) * k;
   const int64_t* expert = data<const int64_t>(chosen);
-  std::vector<int64_t> next(static_cast<size_t>(experts.value()));  // rows of each, then its first free row
+  // The number of rows of each expert, then its next free row.
+  std::vector<int64_t> next(static_cast<size_t>(experts.value()));
   for (int64_t i = 0; i < count; ++i) {
     check.require(expert[i] >= 0 && expert[i] < experts.value(), "chosen", "names expert ", expert[i],
                   ", must be below E = ", experts.value());
@@ -76,7 +77,7 @@ struct AddWeighted {
   }
 };
 
-// Each token's rows, in rising order, and the weight of each.
+// Each token's rows, in ascending order, and their weights.
 struct Terms {
   std::vector<int64_t> rows;
   std::vector<float> weights;
@@ -91,7 +92,7 @@ std::vector<float> as_floats(const Tensor& x) {
   return floats;
 }
 
-// A token has few choices: each goes to its place among those before it.
+// Sorts the terms of a token by insertion: there are few.
 Terms terms_of(const Contract& check, const Tensor& places, const Tensor& weights) {
   const auto* place = data<const int64_t>(places);
   const int64_t count = places.numel(), k = weights.size(1);

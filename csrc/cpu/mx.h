@@ -108,8 +108,8 @@ FP8_TARGET_AVX512BF16 inline void widen_row_avx512bf16(const uint8_t* from, cons
     const __mmask64 mask = left >= 64 ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
     const Pair p = widen(t, _mm512_permutexvar_epi64(runs, _mm512_maskz_loadu_epi8(mask, from + begin)));
     const int16_t second = shifts_of(codes[left > kMxBlock ? 1 : 0]);
-    _mm512_storeu_si512(out + begin, lowered(p.first, _mm512_set1_epi16(shifts_of(codes[0]))));
-    _mm512_storeu_si512(out + begin + kMxBlock, lowered(p.second, _mm512_set1_epi16(second)));
+    _mm512_storeu_si512(out + begin, lower_exponents(p.first, _mm512_set1_epi16(shifts_of(codes[0]))));
+    _mm512_storeu_si512(out + begin + kMxBlock, lower_exponents(p.second, _mm512_set1_epi16(second)));
   }
 }
 #endif

@@ -1,6 +1,6 @@
-// Products of BF16 matrices whose second operand lies in pairs of k: what the backward pass of attention and
-// the gradients of adapters multiply with, because their operands are small or made on the spot, so that the
-// panels of gemm.h would take longer to fill than to multiply.
+// Products of BF16 matrices whose second operand is stored in pairs of k, for the backward pass of attention
+// and the gradients of adapters: their operands are small or have just been computed, so that filling the
+// panels of gemm.h would take longer than the product.
 //
 // The order. An output is one running FP32 sum: for each pair of k, in order, the product of the odd k is
 // added, then that of the even k, as `vdpbf16ps` does. Products are exact. Variants differ only where a BF16
@@ -13,7 +13,7 @@
 
 namespace fp8serve::pairs {
 
-// out [rows][columns] = the same, or 0, + a [rows][k] times b [k][columns].
+// out [rows][columns] = a [rows][k] times b [k][columns], added to `out` if `add`.
 struct Product {
   const uint16_t* a;  // row-major, `a_stride` elements from a row to the next
   int64_t a_stride;
@@ -33,7 +33,7 @@ FP8_INLINE void interleave(const uint16_t* even, const uint16_t* odd, int64_t co
   for (int64_t i = 0; i < count; ++i) out[i] = even[i] | static_cast<uint32_t>(odd[i]) << 16;
 }
 
-// x [rows][columns] of BF16 -> [columns], of which each begins `stride` elements after the one before.
+// Transposes x [rows][columns] of BF16. `stride`: elements from a row of `out` to the next.
 FP8_INLINE void transpose(const uint16_t* x, int64_t rows, int64_t columns, int64_t stride, uint16_t* out) {
   for (int64_t c = 0; c < columns; ++c) {
     for (int64_t r = 0; r < rows; ++r) out[c * stride + r] = x[r * columns + c];

@@ -8,16 +8,16 @@
 
 namespace fp8serve {
 
-// x [M, K], dense -> (q, scale_inv): rows in strips of `strip_rows`; in a strip, tiles of `width` columns
-// with a scale each, 0 for one tile of all columns.
 using Pair = std::tuple<Tensor, Tensor>;
 
-// (q, amax) by a given scale.
+// These cast with a given scale and return (q, amax).
 Pair quantize(const Tensor& x, const Tensor& scale, ScalarType dtype);
 Pair rms_norm_quantize(const Tensor& x, const Tensor& weight, double eps, const Tensor& scale,
                        ScalarType dtype);
 Pair silu_mul_quantize(const Tensor& gate, const Tensor& up, const Tensor& scale, ScalarType dtype);
 
+// Returns (q, scale_inv) of x [M, K], which is dense. Its rows are cut into strips of `strip_rows`, a strip
+// into tiles of `width` columns with a scale each; width 0: one tile of all columns.
 Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t strip_rows, int64_t width,
                      bool infinity_is_nan = false);
 

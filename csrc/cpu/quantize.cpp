@@ -45,19 +45,19 @@ struct CastAmaxRow {
   template <class T>
   static FP8_INLINE void run(const T* x, uint8_t* q, int64_t n, float scale, float* amax) {
     constexpr int64_t kPiece = 1024;
-    float seen = 0.0f;
+    float largest = 0.0f;
     for (int64_t begin = 0; begin < n; begin += kPiece) {
       const int64_t count = begin + kPiece < n ? kPiece : n - begin;
       const float piece = amax_row(x + begin, count);
-      seen = piece > seen ? piece : seen;
+      largest = piece > largest ? piece : largest;
       cast_row<F>(x + begin, q + begin, count, scale);
     }
-    *amax = seen;
+    *amax = largest;
   }
 };
 
 // A strip of `rows` x `cols`, cut into tiles of `rows` x `width`. Row by row, so that memory is read in
-// order: all the tiles' amaxes, all their scales, all the casts. `scales` is room for one per tile.
+// order: all the tiles' amaxes, all their scales, all the casts. `scales` has room for one scale per tile.
 template <class F>
 struct QuantizeStrip {
   template <class T>
@@ -88,7 +88,7 @@ struct QuantizeStrip {
   }
 };
 
-// f(begin, count) over [0, n) in grains.
+// Calls f(begin, count) for [0, n) in grains.
 template <class F>
 void parallel_grains(int64_t n, const F& f) {
   parallel_tasks((n + kGrain - 1) / kGrain,
@@ -99,19 +99,19 @@ template <class T>
 float amax_of(const T* x, int64_t n) {
   SharedAmax amax;
   parallel_grains(n, [&](int64_t begin, int64_t count) {
-    float seen = 0.0f;
-    dispatch<AmaxRow>(x + begin, count, &seen);
-    amax.raise(seen);
+    float largest = 0.0f;
+    dispatch<AmaxRow>(x + begin, count, &largest);
+    amax.raise(largest);
   });
   return amax.value();
 }
 
-Tensor quantized_like(const Tensor& x, ScalarType dtype) {
+Tensor empty_like(const Tensor& x, ScalarType dtype) {
   const auto sizes = x.sizes();
   return empty(sizes.data(), sizes.size(), dtype);
 }
 
-Tensor input(const Contract& check, const Tensor& x, ScalarType dtype) {
+Tensor checked_input(const Contract& check, const Tensor& x, ScalarType dtype) {
   check.cpu("x", x);
   check.dtype("x", x, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half});
   check.require(dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2, "dtype", "is ",
@@ -129,9 +129,9 @@ void with_types(ScalarType format, ScalarType element, const F& f) {
 
 Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
   const Contract check("quantize");
-  const Tensor x = input(check, x_in, dtype);
+  const Tensor x = checked_input(check, x_in, dtype);
   check.tensor("scale", scale, {ScalarType::Float}, {});
-  Tensor q = quantized_like(x, dtype);
+  Tensor q = empty_like(x, dtype);
   const float s = *data<float>(scale);
   SharedAmax amax;
   with_types(dtype, x.scalar_type(), [&](auto fmt, auto elem) {
@@ -139,9 +139,9 @@ Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
     const auto* in = data<typename decltype(elem)::type>(x);
     auto* out = data<uint8_t>(q);
     parallel_grains(x.numel(), [&](int64_t begin, int64_t count) {
-      float seen = 0.0f;
-      dispatch<CastAmaxRow<F>>(in + begin, out + begin, count, s, &seen);
-      amax.raise(seen);
+      float largest = 0.0f;
+      dispatch<CastAmaxRow<F>>(in + begin, out + begin, count, s, &largest);
+      amax.raise(largest);
     });
   });
   return {q, scalar(amax.value())};
@@ -151,8 +151,8 @@ namespace {
 
 Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2, bool infinity_is_nan) {
   const Contract check("quantize_current");
-  const Tensor x = input(check, x_in, dtype);
-  Tensor q = quantized_like(x, dtype);
+  const Tensor x = checked_input(check, x_in, dtype);
+  Tensor q = empty_like(x, dtype);
   float amax = 0.0f, scale = 1.0f;
   with_types(dtype, x.scalar_type(), [&](auto fmt, auto elem) {
     using F = typename decltype(fmt)::type;
@@ -200,7 +200,7 @@ namespace {
 
 Pair quantize_rowwise(const Tensor& x_in, ScalarType dtype, bool power_2, bool infinity_is_nan) {
   const Contract check("quantize_rowwise");
-  const Tensor x = input(check, x_in, dtype);
+  const Tensor x = checked_input(check, x_in, dtype);
   check.rank("x", x, 2);
   return quantize_strips(x, dtype, power_2, 1, 0, infinity_is_nan);
 }
@@ -208,7 +208,7 @@ Pair quantize_rowwise(const Tensor& x_in, ScalarType dtype, bool power_2, bool i
 Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bool power_2,
                     bool infinity_is_nan) {
   const Contract check("quantize_block");
-  const Tensor x = input(check, x_in, dtype);
+  const Tensor x = checked_input(check, x_in, dtype);
   check.rank("x", x, 2);
   check.require(block_rows == 1 || block_rows == kBlock, "block_rows", "is ", block_rows,
                 ", must be 1 or 128");

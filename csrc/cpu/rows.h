@@ -5,10 +5,11 @@
 
 namespace fp8serve {
 
-constexpr int64_t kRowGrain = 1 << 14;  // elements a task handles
-constexpr int64_t kAlone = 1 << 16;     // fewer are done before another thread is awake
+constexpr int64_t kRowGrain = 1 << 14;             // elements a task handles
+constexpr int64_t kMinParallelElements = 1 << 16;  // fewer are processed before another thread wakes up
 
-// Rows that lie `stride` elements apart: a slice of a fused projection is read where it is.
+// Rows that are `stride` elements apart, such as a slice of the output of a fused projection, which is read
+// without a copy.
 struct Rows {
   Tensor held;
   int64_t count, width, stride;
@@ -24,17 +25,17 @@ inline Rows rows_of(const Tensor& x) {
   return {held, x.size(0), inner, packed ? x.stride(0) : inner};
 }
 
-// f(row) over threads, in tasks of about kRowGrain elements.
+// Calls f(row) for every row on several threads, in tasks of about kRowGrain elements.
 template <class F>
 void parallel_rows(int64_t rows, int64_t width, const F& f) {
-  const int64_t grain = rows * width < kAlone ? kAlone : kRowGrain;
+  const int64_t grain = rows * width < kMinParallelElements ? kMinParallelElements : kRowGrain;
   const int64_t per_task = std::max<int64_t>(1, grain / std::max<int64_t>(1, width));
   parallel_tasks((rows + per_task - 1) / per_task, [&](int64_t task) {
     for (int64_t r = task * per_task; r < std::min(rows, (task + 1) * per_task); ++r) f(r);
   });
 }
 
-// x rounded to T, as an op that ends in T leaves it.
+// Returns x rounded to T, as an op with outputs of type T would store it.
 template <class T>
 FP8_INLINE float rounded(float x) {
   T out;

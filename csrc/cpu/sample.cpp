@@ -91,8 +91,8 @@ struct Sums {
   }
 };
 
-// The weights and their sums. A form may rule out all but a few tokens, so where a sum has no others, nothing
-// is exponentiated.
+// The weights and their sums. A schema may rule out all but a few tokens; if it rules out all tokens of a
+// partial sum, their exponentials are not computed.
 struct Weigh {
   static FP8_INLINE void run(const float* x, int64_t n, float highest, double temperature, double* weight,
                              double* sums) {
@@ -174,7 +174,7 @@ class Histogram {
     }
   }
 
-  // The mass of the `rank` most probable tokens.
+  // Returns the mass of the `rank` most probable tokens.
   double mass_of(int64_t rank) {
     int64_t before = 0;
     double mass = 0.0;
@@ -189,7 +189,7 @@ class Histogram {
     return mass;
   }
 
-  // The number of tokens with a mass below `limit` before them, at least one.
+  // Returns the number of tokens before which the mass is below `limit`, at least one.
   int64_t rank_of(double limit) {
     int64_t rank = 0;
     double mass = 0.0;
@@ -249,7 +249,7 @@ int64_t rank_of(Histogram& histogram, const double* weight, int64_t n, const Fil
   return std::min(rank, histogram.rank_of(f.top_p * histogram.mass_of(all)));  // of what top_k left
 }
 
-// The token at `uniform` of the cumulative distribution, always one with a weight above 0.
+// Returns the token at which the cumulative distribution passes `uniform`, always one with a weight above 0.
 int64_t draw(const double* weight, const double* sums, int64_t n, double uniform) {
   const int64_t blocks = (n + kSum - 1) / kSum;
   double total = 0.0;
@@ -291,14 +291,14 @@ int64_t sample_row(const float* logits, int64_t n, double temperature, const Fil
 Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
               const Tensor& min_p, const Tensor& uniform) {
   check_sample(Contract("sample"), logits, temperature, top_k, top_p, min_p, uniform);
-  const Tensor use[] = {dense(logits), dense(temperature), dense(top_k),
-                        dense(top_p),  dense(min_p),       dense(uniform)};
+  const Tensor args[] = {dense(logits), dense(temperature), dense(top_k),
+                         dense(top_p),  dense(min_p),       dense(uniform)};
   const int64_t rows = logits.size(0), n = logits.size(1);
   Tensor out = empty({rows}, ScalarType::Long);
   parallel_tasks(rows, [&](int64_t r) {
-    const Filters filters{data<int64_t>(use[2])[r], data<double>(use[3])[r], data<double>(use[4])[r]};
-    data<int64_t>(out)[r] =
-        sample_row(data<float>(use[0]) + r * n, n, data<double>(use[1])[r], filters, data<double>(use[5])[r]);
+    const Filters filters{data<int64_t>(args[2])[r], data<double>(args[3])[r], data<double>(args[4])[r]};
+    data<int64_t>(out)[r] = sample_row(data<float>(args[0]) + r * n, n, data<double>(args[1])[r], filters,
+                                       data<double>(args[5])[r]);
   });
   return out;
 }

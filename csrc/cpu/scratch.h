@@ -1,4 +1,4 @@
-// A thread's working memory, grown on demand and kept: no page faults after the first call.
+// A thread's scratch memory. It grows on demand and is kept, so that only first calls have page faults.
 //
 // Large buffers, of which there are few, are rounded up to huge pages. The second-level cache places lines by
 // physical address; small pages crowd some of its sets and leave others empty, so that a panel of half the
@@ -68,7 +68,7 @@ class Scratch {
   }
 
   void* memory_ = nullptr;
-  void* mapped_ = nullptr;  // what holds `memory_`, where it is large
+  void* mapped_ = nullptr;  // the mapping that contains `memory_`, if it is large
   size_t size_ = 0;
 };
 

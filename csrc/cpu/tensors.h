@@ -107,7 +107,7 @@ T* data(const Tensor& t) {
 
 // --- threads
 
-// f(task) for every task, over as many threads as torch has; a thread takes the next task when it is done
+// Calls f(task) for every task, on as many threads as torch has; a thread takes the next task when it is done
 // with one, so that uneven work and busy cores balance. Results must not depend on which thread runs a task.
 template <class F>
 void parallel_tasks(int64_t tasks, const F& f) {

@@ -83,37 +83,39 @@ class Job {
 class ThreadPool {
  public:
   void run(Job& job) {
-    if (busy_.exchange(true, std::memory_order_acquire)) return job.run(0);
+    if (in_use_.exchange(true, std::memory_order_acquire)) return job.run(0);
     start_workers(job.num_threads - 1);
     job_ = &job;
-    inside_.store(0, std::memory_order_release);
+    active_workers_.store(0, std::memory_order_release);
     ++jobs_;
     jobs_.notify_all();
     job.run(0);
     wait_for_workers();
-    busy_.store(false, std::memory_order_release);
+    in_use_.store(false, std::memory_order_release);
   }
 
  private:
-  static constexpr int32_t kClosed = 1 << 30;  // added to inside_: no worker may enter any more
+  // A bit of active_workers_: no further worker may join the job.
+  static constexpr int32_t kClosed = 1 << 30;
 
-  // Where the system gives no more threads, the existing ones do the work.
-  void start_workers(int64_t wanted) try {
-    for (; workers_ < wanted; ++workers_) std::thread([this, i = workers_] { work(i); }).detach();
+  // If the system cannot create more threads, the existing ones do the work.
+  void start_workers(int64_t count) try {
+    for (; workers_ < count; ++workers_) std::thread([this, i = workers_] { work(i); }).detach();
   } catch (const std::system_error&) {
   }
 
   // Lets no further worker into the job and waits for those inside: afterwards `job_` may be destroyed.
   void wait_for_workers() {
-    int32_t left = inside_.fetch_or(kClosed, std::memory_order_acq_rel) | kClosed;
-    spin_until([&] { return (left = inside_.load(std::memory_order_acquire)) == kClosed; });
-    for (; left != kClosed; left = inside_.load(std::memory_order_acquire)) inside_.wait(left);
+    int32_t left = active_workers_.fetch_or(kClosed, std::memory_order_acq_rel) | kClosed;
+    spin_until([&] { return (left = active_workers_.load(std::memory_order_acquire)) == kClosed; });
+    for (; left != kClosed; left = active_workers_.load(std::memory_order_acquire))
+      active_workers_.wait(left);
   }
 
-  bool enter() {
-    int32_t seen = inside_.load(std::memory_order_relaxed);
+  bool enter_job() {
+    int32_t seen = active_workers_.load(std::memory_order_relaxed);
     while ((seen & kClosed) == 0) {
-      if (inside_.compare_exchange_weak(seen, seen + 1, std::memory_order_acquire)) return true;
+      if (active_workers_.compare_exchange_weak(seen, seen + 1, std::memory_order_acquire)) return true;
     }
     return false;
   }
@@ -122,16 +124,16 @@ class ThreadPool {
     for (uint32_t seen = 0;;) {
       if (!spin_until([&] { return jobs_.load(std::memory_order_acquire) != seen; })) jobs_.wait(seen);
       seen = jobs_.load(std::memory_order_acquire);
-      if (!enter()) continue;
+      if (!enter_job()) continue;
       if (worker < job_->num_threads - 1) job_->run(worker + 1);
-      inside_.fetch_sub(1, std::memory_order_release);
-      inside_.notify_all();
+      active_workers_.fetch_sub(1, std::memory_order_release);
+      active_workers_.notify_all();
     }
   }
 
-  std::atomic<bool> busy_{false};
-  std::atomic<uint32_t> jobs_{0};         // how many there have been
-  std::atomic<int32_t> inside_{kClosed};  // workers in the job
+  std::atomic<bool> in_use_{false};
+  std::atomic<uint32_t> jobs_{0};                 // number of jobs so far
+  std::atomic<int32_t> active_workers_{kClosed};  // that run the job
   Job* job_ = nullptr;
   int64_t workers_ = 0;
 };
@@ -151,12 +153,12 @@ ThreadPool& thread_pool() {
 }  // namespace
 
 void run_tasks(int64_t tasks, int64_t threads, void (*call)(const void*, int64_t), const void* context) {
-  const int64_t useful = std::min(tasks, threads);
-  if (useful < 2) {
+  const int64_t num_threads = std::min(tasks, threads);
+  if (num_threads < 2) {
     for (int64_t i = 0; i < tasks; ++i) call(context, i);
     return;
   }
-  Job job(tasks, useful, call, context);
+  Job job(tasks, num_threads, call, context);
   thread_pool().run(job);
   if (job.error) std::rethrow_exception(job.error);
 }

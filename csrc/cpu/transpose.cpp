@@ -1,10 +1,10 @@
-// quantize_transpose casts a matrix for both of its readers in one pass: to FP8 data and to their transpose.
-// quantize_delayed is the same, or quantize, with the book-keeping of delayed scaling. transpose_fp8 turns
-// FP8 data, transpose_half elements of two bytes. GEMM operands have the contracted dimension contiguous, so
-// the backward pass of a linear layer reads x^T and w^T.
+// quantize_transpose casts a matrix to FP8 and returns it and its transpose, in one pass. quantize_delayed
+// calls it, or quantize, and records the amax for delayed scaling. transpose_fp8 transposes FP8 data,
+// transpose_half elements of two bytes. GEMM operands have the contracted dimension contiguous, so the
+// backward pass of a linear layer reads x^T and w^T.
 //
-// Blocks of 128 rows of 256 bytes: cast row by row into a buffer, copied to their place and, turned a square
-// at a time, to the other matrix in pieces of whole cache lines. That shape decides the speed
+// A block of 128 rows of 256 bytes is cast row by row into a buffer, copied to the first matrix and
+// transposed, a square at a time, to the second, in pieces of whole cache lines. That shape decides the speed
 // (docs/performance-log.md).
 #include <torch/csrc/stable/library.h>
 
@@ -21,8 +21,8 @@
 namespace fp8serve {
 namespace {
 
-constexpr int64_t kTall = 128;   // rows of a block: two whole cache lines of the transpose, or four
-constexpr int64_t kBroad = 256;  // bytes of its rows
+constexpr int64_t kBlockRows = 128;  // rows of a block: two whole cache lines of the transpose, or four
+constexpr int64_t kRowBytes = 256;   // bytes of a row of a block
 
 // A square of rows of 16 bytes: 16 x 16 elements of one byte, or 8 x 8 of two.
 template <class E>
@@ -32,8 +32,8 @@ struct Square {
   Row row[kSide];
 };
 
-// Row i interleaved with row i + kSide / 2. log2(kSide) times, that turns the square.
-FP8_INLINE Square<uint8_t> interleaved(const Square<uint8_t>& in) {
+// Interleaves row i with row i + kSide / 2. Doing so log2(kSide) times transposes the square.
+FP8_INLINE Square<uint8_t> interleave(const Square<uint8_t>& in) {
   Square<uint8_t> out;
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
@@ -44,7 +44,7 @@ FP8_INLINE Square<uint8_t> interleaved(const Square<uint8_t>& in) {
   }
   return out;
 }
-FP8_INLINE Square<uint16_t> interleaved(const Square<uint16_t>& in) {
+FP8_INLINE Square<uint16_t> interleave(const Square<uint16_t>& in) {
   Square<uint16_t> out;
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
@@ -54,22 +54,22 @@ FP8_INLINE Square<uint16_t> interleaved(const Square<uint16_t>& in) {
   return out;
 }
 
-// A block: kTall rows of kWide elements, kStride apart, which is no power of two: rows must not share cache
-// sets.
+// A block of kBlockRows rows of kColumns elements. Rows are kStride elements apart, which is not a power of
+// two, so that they do not share cache sets.
 template <class E>
 struct Block {
-  static constexpr int64_t kWide = kBroad / sizeof(E), kStride = kWide + (sizeof(E) == 1 ? 64 : 16);
-  alignas(64) E data[kTall * kStride];
+  static constexpr int64_t kColumns = kRowBytes / sizeof(E), kStride = kColumns + (sizeof(E) == 1 ? 64 : 16);
+  alignas(64) E data[kBlockRows * kStride];
 
   FP8_INLINE E* row(int64_t r) { return data + r * kStride; }
 
-  // The first `rows` x `cols`, turned; `stride`: of the transpose's rows.
-  FP8_INLINE void turn(E* out, int64_t stride, int64_t rows, int64_t cols) const {
+  // Writes the transpose of the first `rows` x `cols`, whose rows are `stride` elements apart.
+  FP8_INLINE void transpose(E* out, int64_t stride, int64_t rows, int64_t cols) const {
     constexpr int64_t kSide = Square<E>::kSide;
     for (int64_t c = 0; c < cols; c += kSide) {
       for (int64_t r = 0; r < rows; r += kSide) {
         if (r + kSide <= rows && c + kSide <= cols) {
-          turn_square(data + r * kStride + c, out + c * stride + r, stride);
+          transpose_square(data + r * kStride + c, out + c * stride + r, stride);
         } else {
           for (int64_t j = c; j < cols && j < c + kSide; ++j) {
             for (int64_t i = r; i < rows && i < r + kSide; ++i) out[j * stride + i] = data[i * kStride + j];
@@ -80,13 +80,13 @@ struct Block {
   }
 
  private:
-  static FP8_INLINE void turn_square(const E* from, E* out, int64_t stride) {
+  static FP8_INLINE void transpose_square(const E* from, E* out, int64_t stride) {
     constexpr int kSide = Square<E>::kSide;
     Square<E> s;
 #pragma GCC unroll 16
     for (int i = 0; i < kSide; ++i) std::memcpy(&s.row[i], from + i * kStride, 16);
 #pragma GCC unroll 4
-    for (int side = 1; side < kSide; side *= 2) s = interleaved(s);
+    for (int side = 1; side < kSide; side *= 2) s = interleave(s);
 #pragma GCC unroll 16
     for (int i = 0; i < kSide; ++i) std::memcpy(out + i * stride, &s.row[i], 16);
   }
@@ -98,15 +98,15 @@ struct CastBlock {
   static FP8_INLINE void run(const T* x, uint8_t* q, uint8_t* q_t, int64_t rows, int64_t cols, int64_t m,
                              int64_t k, float scale, float* amax) {
     Block<uint8_t> block;
-    float seen = 0.0f;
+    float largest = 0.0f;
     for (int64_t r = 0; r < rows; ++r) {
       const float row = amax_row(x + r * k, cols);
-      seen = row > seen ? row : seen;
+      largest = row > largest ? row : largest;
       cast_row<F>(x + r * k, block.row(r), cols, scale);
       std::memcpy(q + r * k, block.row(r), static_cast<size_t>(cols));
     }
-    block.turn(q_t, m, rows, cols);
-    *amax = seen;
+    block.transpose(q_t, m, rows, cols);
+    *amax = largest;
   }
 };
 
@@ -122,21 +122,22 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
   const Tensor x = dense(x_in), q = empty({m.value(), k.value()}, dtype),
                q_t = empty({k.value(), m.value()}, dtype);
   const int64_t rows = m.value(), cols = k.value();
-  constexpr int64_t kWide = Block<uint8_t>::kWide;
-  const int64_t down = (rows + kTall - 1) / kTall, across = (cols + kWide - 1) / kWide;
+  constexpr int64_t kColumns = Block<uint8_t>::kColumns;
+  const int64_t row_blocks = (rows + kBlockRows - 1) / kBlockRows,
+                column_blocks = (cols + kColumns - 1) / kColumns;
   SharedAmax amax;
   with_format(dtype, [&](auto format) {
     with_element(x.scalar_type(), [&](auto element) {
       using F = typename decltype(format)::type;
       using T = typename decltype(element)::type;
-      parallel_tasks(down, [&](int64_t i) {
-        for (int64_t j = 0; j < across; ++j) {
-          const int64_t r = i * kTall, c = j * kWide;
-          float seen = 0.0f;
+      parallel_tasks(row_blocks, [&](int64_t i) {
+        for (int64_t j = 0; j < column_blocks; ++j) {
+          const int64_t r = i * kBlockRows, c = j * kColumns;
+          float largest = 0.0f;
           dispatch<CastBlock<F>>(data<const T>(x) + r * cols + c, data<uint8_t>(q) + r * cols + c,
-                                 data<uint8_t>(q_t) + c * rows + r, std::min(kTall, rows - r),
-                                 std::min(kWide, cols - c), rows, cols, *data<float>(scale), &seen);
-          amax.raise(seen);
+                                 data<uint8_t>(q_t) + c * rows + r, std::min(kBlockRows, rows - r),
+                                 std::min(kColumns, cols - c), rows, cols, *data<float>(scale), &largest);
+          amax.raise(largest);
         }
       });
     });
@@ -146,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
 
 std::tuple<Tensor, Tensor, Tensor> quantize_delayed(const Tensor& x, const Tensor& scale,
                                                     const std::optional<Tensor>& history, ScalarType dtype,
-                                                    bool turned, bool infinity_is_nan) {
+                                                    bool with_transpose, bool infinity_is_nan) {
   const Contract check("quantize_delayed");
   check.rank("x", x, 2);
   if (history) {
@@ -156,38 +157,39 @@ std::tuple<Tensor, Tensor, Tensor> quantize_delayed(const Tensor& x, const Tenso
     check.require(history->size(0) > 0, "history", "is empty, must hold at least the staging slot");
   }
   Tensor q, q_t, amax;
-  if (turned) {
+  if (with_transpose) {
     std::tie(q, q_t, amax) = quantize_transpose(x, scale, dtype);
   } else {
     std::tie(q, amax) = quantize(x, scale, dtype);
     q_t = empty({0, 0}, dtype);
   }
-  const float seen = *data<float>(amax);
-  if (history && seen > *data<float>(*history)) *data<float>(*history) = seen;
-  return {q, q_t, scalar(inverse_of(*data<float>(scale), seen, infinity_is_nan))};
+  const float largest = *data<float>(amax);
+  if (history && largest > *data<float>(*history)) *data<float>(*history) = largest;
+  return {q, q_t, scalar(inverse_of(*data<float>(scale), largest, infinity_is_nan))};
 }
 
-struct TurnBlock {
+struct TransposeBlock {
   template <class E>
   static FP8_INLINE void run(const E* x, E* out, int64_t rows, int64_t cols, int64_t m, int64_t k) {
     Block<E> block;
     for (int64_t r = 0; r < rows; ++r) {
       std::memcpy(block.row(r), x + r * k, static_cast<size_t>(cols) * sizeof(E));
     }
-    block.turn(out, m, rows, cols);
+    block.transpose(out, m, rows, cols);
   }
 };
 
-// x [rows, cols] as [cols, rows], of elements of E's size.
+// Returns the transpose of x [rows, cols], whose elements have the size of E.
 template <class E>
-Tensor transposed(const Tensor& x_in, int64_t rows, int64_t cols) {
+Tensor transpose_elements(const Tensor& x_in, int64_t rows, int64_t cols) {
   const Tensor x = dense(x_in), out = empty({cols, rows}, x.scalar_type());
-  constexpr int64_t kWide = Block<E>::kWide;
-  const int64_t down = (rows + kTall - 1) / kTall, across = (cols + kWide - 1) / kWide;
-  parallel_tasks(down * across, [&](int64_t i) {
-    const int64_t r = i / across * kTall, c = i % across * kWide;
-    dispatch<TurnBlock>(data<const E>(x) + r * cols + c, data<E>(out) + c * rows + r,
-                        std::min(kTall, rows - r), std::min(kWide, cols - c), rows, cols);
+  constexpr int64_t kColumns = Block<E>::kColumns;
+  const int64_t row_blocks = (rows + kBlockRows - 1) / kBlockRows,
+                column_blocks = (cols + kColumns - 1) / kColumns;
+  parallel_tasks(row_blocks * column_blocks, [&](int64_t i) {
+    const int64_t r = i / column_blocks * kBlockRows, c = i % column_blocks * kColumns;
+    dispatch<TransposeBlock>(data<const E>(x) + r * cols + c, data<E>(out) + c * rows + r,
+                             std::min(kBlockRows, rows - r), std::min(kColumns, cols - c), rows, cols);
   });
   return out;
 }
@@ -197,7 +199,7 @@ Tensor transpose_fp8(const Tensor& q) {
   check.rank("q", q, 2);
   const Size m{"M", q.size(0)}, k{"K", q.size(1)};
   check.tensor("q", q, {ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2}, {m, k});
-  return transposed<uint8_t>(q, m.value(), k.value());
+  return transpose_elements<uint8_t>(q, m.value(), k.value());
 }
 
 Tensor transpose_half(const Tensor& x) {
@@ -205,7 +207,7 @@ Tensor transpose_half(const Tensor& x) {
   check.rank("x", x, 2);
   const Size m{"M", x.size(0)}, k{"K", x.size(1)};
   check.tensor("x", x, {ScalarType::BFloat16, ScalarType::Half}, {m, k});
-  return transposed<uint16_t>(x, m.value(), k.value());
+  return transpose_elements<uint16_t>(x, m.value(), k.value());
 }
 
 }  // namespace

@@ -17,8 +17,8 @@
 namespace fp8serve {
 namespace {
 
-// How many of a row's values are beyond the format; `other` and `y` are for sources that are computed
-// first.
+// Counts the values of a row that are beyond the range of the format. `other` and `y` are for sources that
+// are computed first.
 template <Source kSource>
 struct CountRow {
   template <class T>

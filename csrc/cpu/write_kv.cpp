@@ -1,5 +1,5 @@
-// write_kv: new keys and values into their slots of the paged caches, cast on the way when the caches are
-// FP8; rotary: heads turned by their position; rotary_write_kv: both.
+// write_kv: writes new keys and values into their slots of the paged caches and casts them if the caches are
+// FP8; rotary: rotates heads by their positions; rotary_write_kv: both.
 #include <torch/csrc/stable/library.h>
 
 #include "check.h"
@@ -41,13 +41,13 @@ bool is_fp8(ScalarType dtype) {
   return dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2;
 }
 
-// Rows of T into cache rows; a negative slot skips its token. source(t) is where token t's row lies.
+// Writes rows of T into cache rows, except for tokens with a negative slot. source(t) returns token t's row.
 template <class T, class Source>
 void write(int64_t width, const Tensor& cache, const Tensor& slots, const std::optional<Tensor>& scale,
            const Source& source) {
   const auto* slot = data<const int64_t>(slots);
   const float factor = scale ? *data<float>(*scale) : 1.0f;
-  const auto each = [&](auto* base, const auto& convert) {
+  const auto write_tokens = [&](auto* base, const auto& convert) {
     parallel_rows(slots.numel(), width, [&](int64_t t) {
       if (slot[t] >= 0) convert(source(t), base + slot[t] * width);
     });
@@ -55,13 +55,13 @@ void write(int64_t width, const Tensor& cache, const Tensor& slots, const std::o
   if (is_fp8(cache.scalar_type())) {
     with_format(cache.scalar_type(), [&](auto format) {
       using F = typename decltype(format)::type;
-      each(data<uint8_t>(cache),
-           [&](const T* x, auto* out) { dispatch<EncodeRow<F>>(x, out, width, factor); });
+      write_tokens(data<uint8_t>(cache),
+                   [&](const T* x, auto* out) { dispatch<EncodeRow<F>>(x, out, width, factor); });
     });
   } else {
     with_element(cache.scalar_type(), [&](auto to) {
       using U = typename decltype(to)::type;
-      each(data<U>(cache), [&](const T* x, auto* out) { dispatch<ConvertRow>(x, out, width); });
+      write_tokens(data<U>(cache), [&](const T* x, auto* out) { dispatch<ConvertRow>(x, out, width); });
     });
   }
 }
@@ -82,15 +82,15 @@ struct Write {
   const std::optional<Tensor>&k_scale, &v_scale;
 
   void verify(const Contract& check) const {
-    const auto stored = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn,
-                         ScalarType::Float8_e5m2};
+    const auto cache_types = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
+                              ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2};
     check.rank("k", k, 3);
     const Size t{"T", k.size(0)}, heads{"kv_heads", k.size(1)}, dim{"head_dim", k.size(2)};
     check.tensor("k", k, kHigh, {t, heads, dim});
     check.tensor("v", v, kHigh, {t, heads, dim});
     check.rank("k_cache", k_cache, 4);
     const Size blocks{"blocks", k_cache.size(0)}, size{"block_size", k_cache.size(1)};
-    check.tensor("k_cache", k_cache, stored, {blocks, size, heads, dim});
+    check.tensor("k_cache", k_cache, cache_types, {blocks, size, heads, dim});
     check.tensor("v_cache", v_cache, {k_cache.scalar_type()}, {blocks, size, heads, dim});
     check.require(k_cache.is_contiguous(), "k_cache", "must be contiguous, because it is written in place");
     check.require(v_cache.is_contiguous(), "v_cache", "must be contiguous, because it is written in place");
@@ -99,7 +99,7 @@ struct Write {
     if (v_scale) check.tensor("v_scale", *v_scale, {ScalarType::Float}, {});
   }
 
-  // Slots as they will be used, none beyond the cache.
+  // Returns the dense slots after checking that none is beyond the cache.
   Tensor checked_slots(const Contract& check) const {
     const Tensor out = dense(slots);
     const int64_t capacity = k_cache.size(0) * k_cache.size(1);
@@ -122,12 +122,12 @@ void write_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Ten
   write_rows(v, v_cache, slots, v_scale);
 }
 
-// The rows of x [T, heads, dim], and how to turn one by cos and sin [T, dim].
-struct Turned {
+// The rows of x [T, heads, dim], and their rotation by cos and sin [T, dim].
+struct Rotation {
   Rows rows;
   int64_t heads, dim;
   Tensor cos, sin;
-  Turned(const Tensor& x, const Tensor& cos_in, const Tensor& sin_in)
+  Rotation(const Tensor& x, const Tensor& cos_in, const Tensor& sin_in)
       : rows(rows_of(x)), heads(x.size(1)), dim(x.size(2)), cos(dense(cos_in)), sin(dense(sin_in)) {}
 
   template <class T>
@@ -138,26 +138,26 @@ struct Turned {
 };
 
 Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
-  const Turned turned(x, cos, sin);
-  const int64_t width = turned.rows.width;
-  const Tensor out = empty({x.size(0), turned.heads, turned.dim}, x.scalar_type());
+  const Rotation rotation(x, cos, sin);
+  const int64_t width = rotation.rows.width;
+  const Tensor out = empty({x.size(0), rotation.heads, rotation.dim}, x.scalar_type());
   with_element(x.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
-    parallel_rows(turned.rows.count, width, [&](int64_t t) { turned.row(t, data<T>(out) + t * width); });
+    parallel_rows(rotation.rows.count, width, [&](int64_t t) { rotation.row(t, data<T>(out) + t * width); });
   });
   return out;
 }
 
-// Rotated on its way into the cache: only one row of it is held at a time.
+// Rotates x and writes it into the cache, one row at a time, so that there is no rotated copy of x.
 void rotate_into(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& cache,
                  const Tensor& slots, const std::optional<Tensor>& scale) {
-  const Turned turned(x, cos, sin);
+  const Rotation rotation(x, cos, sin);
   with_element(x.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
-    write<T>(turned.rows.width, cache, slots, scale, [&](int64_t t) {
+    write<T>(rotation.rows.width, cache, slots, scale, [&](int64_t t) {
       thread_local Scratch scratch;
-      T* row = scratch.get<T>(turned.rows.width);
-      turned.row(t, row);
+      T* row = scratch.get<T>(rotation.rows.width);
+      rotation.row(t, row);
       return row;
     });
   });
