@@ -7,12 +7,13 @@
 
 #include "cuda/amax_scratch.h"
 #include "cuda/cooperative.h"
+#include "cuda/mbarrier.h"
 #include "program.h"
 
 namespace fp8serve {
 namespace {
 
-constexpr int kBlocks = 4, kThreads = 64;
+constexpr int kBlocks = 4, kThreads = 64, kPages = 5, kStages = 2;
 
 // What the blocks of a launch share in global memory.
 struct Work {
@@ -21,6 +22,7 @@ struct Work {
   unsigned arrived;
   int sum;
   unsigned order[4 * kBlocks];
+  alignas(16) int pages[kPages][kThreads];
 };
 
 __device__ void wait_until(const unsigned* counter, unsigned target) {
@@ -72,6 +74,58 @@ __global__ void exchange_in_cluster(Work* work) {
   cluster_wait();
 }
 
+// Two warps add pages that a third one loads into a ring, and pass each other the sums.
+struct Ring {
+  alignas(16) int pages[kStages][kThreads];
+  int sums[kThreads];
+  Mbarrier full[kStages], free[kStages];
+};
+
+__device__ void load_pages(const Work* work, Ring& ring) {
+  for (int page = 0; page < kPages; ++page) {
+    const int stage = page % kStages;
+    mbarrier_wait(&ring.free[stage], 1 - page / kStages % 2);
+    mbarrier_arrive_expecting(&ring.full[stage], sizeof(ring.pages[0]));
+    bulk_copy(ring.pages[stage], work->pages[page], sizeof(ring.pages[0]), &ring.full[stage]);
+  }
+}
+
+__global__ void stream_pages(Work* work) {
+  Ring& ring = *reinterpret_cast<Ring*>(dynamic_shared());
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < kStages) {
+    mbarrier_init(&ring.full[thread], 1);
+    mbarrier_init(&ring.free[thread], kThreads);
+  }
+  __syncthreads();
+  if (thread == kThreads) load_pages(work, ring);
+  if (thread >= kThreads) return;
+  int sum = 0;
+  for (int page = 0; page < kPages; ++page) {
+    const int stage = page % kStages;
+    mbarrier_wait(&ring.full[stage], page / kStages % 2);
+    sum += ring.pages[stage][(thread + 1) % kThreads];
+    mbarrier_arrive(&ring.free[stage]);
+  }
+  ring.sums[thread] = sum;
+  sync_warps(1, kThreads);
+  work->values[blockIdx.x][thread] = ring.sums[(thread + 1) % kThreads];
+}
+
+// Copies a page that another thread of the block has written.
+__global__ void copy_new_page(Work* work) {
+  Ring& ring = *reinterpret_cast<Ring*>(dynamic_shared());
+  if (threadIdx.x == 0) mbarrier_init(&ring.full[0], 1);
+  work->pages[0][threadIdx.x] = 1;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expecting(&ring.full[0], sizeof(ring.pages[0]));
+    bulk_copy(ring.pages[0], work->pages[0], sizeof(ring.pages[0]), &ring.full[0]);
+  }
+  mbarrier_wait(&ring.full[0], 0);
+  work->values[blockIdx.x][threadIdx.x] = ring.pages[0][threadIdx.x];
+}
+
 // Every block waits for the next one.
 __global__ void wait_in_circle(Work* work) {
   wait_until(&work->ready[(blockIdx.x + 1) % kBlocks], 1);
@@ -120,6 +174,10 @@ const std::map<std::string, Launch> kLaunches{
     {"gather", cooperative(gather)},
     {"last_adds", cooperative(last_adds)},
     {"exchange_in_cluster", cluster(exchange_in_cluster)},
+    {"stream_pages",
+     [](Work* work) { launch(stream_pages, dim3(kBlocks), kThreads + 32, sizeof(Ring), nullptr, work); }},
+    {"copy_new_page",
+     [](Work* work) { launch(copy_new_page, dim3(1), kThreads, sizeof(Ring), nullptr, work); }},
     {"wait_in_circle", cooperative(wait_in_circle)},
     {"miss_a_barrier", cluster(miss_a_barrier)},
     {"arrive_twice", cluster(arrive_twice)},
@@ -142,6 +200,7 @@ std::string results(const Work& work) {
 
 std::string run(const char* kernel) {
   auto work = std::make_unique<Work>();
+  for (int i = 0; i < kPages * kThreads; ++i) work->pages[i / kThreads][i % kThreads] = i;
   kLaunches.at(kernel)(work.get());
   return results(*work);
 }

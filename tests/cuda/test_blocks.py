@@ -16,16 +16,20 @@ RESULTS = {
     "pass_along": "1 64 34 33 3 66 36 35 sum 0",
     "gather": "0 0 1 1 2 2 3 3 sum 6",
     "last_adds": "0 0 1 1 2 2 3 3 sum 6",
+    "stream_pages": " ".join(["650 645"] * 4) + " sum 0",
     "exchange_in_cluster": "101 163 101 163 501 563 501 563 sum 0",
 }
 ORDERS = {  # how many of all calls that order accesses to memory the kernels have
-    "__syncthreads": 4,
+    "__syncthreads": 5,
     "__threadfence": 2,
     "load_acquire": 2,
     "store_release": 1,
     "add_release": 1,
     "cluster_arrive": 2,
     "cluster_wait": 2,
+    "mbarrier_arrive": 1,
+    "mbarrier_wait": 2,
+    "sync_warps": 1,
 }
 pytestmark = [pytest.mark.emulator, needs_compiler]
 
@@ -86,6 +90,11 @@ def test_a_race_between_blocks_names_both_lines() -> None:
         "const int before",
         "work->values[block][thread]",
     ]
+
+
+@needs_thread_sanitizer
+def test_a_bulk_copy_of_what_the_launch_has_written_is_a_race() -> None:
+    assert "copy_new_page" in BLOCKS.race("copy_new_page")
 
 
 @needs_thread_sanitizer

@@ -49,6 +49,8 @@ inline void poison(Block& block) { std::fill(block.shared.begin(), block.shared.
 inline void begin_block(Block& block, unsigned number) {
   const dim3& grid = machine.grid_size;
   block.number = number;
+  block.mbarriers.clear();
+  for (WarpsBarrier& barrier : block.warps_barriers) barrier.waiting = 0;
   block.index = dim3(number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y);
   poison(block);  // NaN, in FP8 and in FP32
   while (block.threads.size() < static_cast<size_t>(machine.count)) block.threads.emplace_back();

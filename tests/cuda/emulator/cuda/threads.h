@@ -7,6 +7,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <new>
 #include <source_location>
@@ -26,7 +27,7 @@ struct dim3 {
 
 namespace fp8serve::emulator {
 
-enum class State { ready, at_block_barrier, at_warp_barrier, at_cluster_barrier, done };
+enum class State { ready, at_block_barrier, at_warp_barrier, at_warps_barrier, at_cluster_barrier, done };
 
 struct Copy {
   void* to;
@@ -65,6 +66,32 @@ struct Thread {
   // Fibers that carry what __threadfence() orders to and from atomic operations (races.h), and their points.
   void *of_releases = nullptr, *of_acquires = nullptr;
   char before_fence, after_fence;
+  // Fibers for the accesses of the thread's bulk copies (mbarrier.h), and the point of their issue.
+  void *of_copy_reads = nullptr, *of_copy_writes = nullptr;
+  char copy_issue;
+  int warps_barrier = 0;  // the one at which it waits
+};
+
+struct BulkCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+
+// A barrier in shared memory (mbarrier.h). Copies are issued in a phase, and land after it.
+struct MbarrierState {
+  int arrivals = 0, missing = 0;
+  size_t expected = 0;  // bytes
+  unsigned phase = 0;
+  std::vector<BulkCopy> issued, landing;
+  char point[2];
+};
+
+// A barrier of some warps of a block.
+struct WarpsBarrier {
+  int waiting = 0;
+  unsigned turn = 0;
+  char point[2];
 };
 
 // A block that is resident on the GPU, or the place of one.
@@ -77,6 +104,8 @@ struct Block {
   char block_barrier[2], warp_barrier[32][2];
   char proxy_barrier[2];  // as block_barrier, for the products' accesses to shared memory
   char cluster_barrier[2];
+  WarpsBarrier warps_barriers[16];
+  std::map<const void*, MbarrierState> mbarriers;
   void* owner = nullptr;  // the fiber that owns the shared memory before the block begins and after it ends
   int running = 0;        // the thread
   dim3 thread_index, index;
@@ -205,6 +234,25 @@ inline void wait_for_warp() {
   char* const point = &block.warp_barrier[block.running / 32][block.self().warp_barriers++ % 2];
   races::happens_before(point);
   wait(State::at_warp_barrier);
+  races::happens_after(point);
+}
+
+// Suspends the thread until so many have reached the block's barrier `id`.
+inline void wait_for_warps(int id, int threads) {
+  WarpsBarrier& barrier = machine.block->warps_barriers[id];
+  char* const point = &barrier.point[barrier.turn % 2];
+  races::happens_before(point);
+  races::stop_watching();
+  machine.self().warps_barrier = id;
+  const bool complete = ++barrier.waiting == threads;
+  if (complete) {
+    barrier.waiting = 0, ++barrier.turn;
+    for (Thread& thread : machine.block->threads) {
+      if (thread.state == State::at_warps_barrier && thread.warps_barrier == id) thread.state = State::ready;
+    }
+  }
+  races::watch();
+  if (!complete) wait(State::at_warps_barrier);
   races::happens_after(point);
 }
 
