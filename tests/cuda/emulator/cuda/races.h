@@ -4,8 +4,8 @@
 // Two accesses of one block race unless there is a barrier between them that both threads pass:
 // __syncthreads(), or __syncwarp() within a warp. Shuffles and matrix instructions order nothing. An
 // asynchronous copy counts as a write when it is issued and again when the thread waits for it, because it
-// may land at any time between. So does a bulk copy (mbarrier.h), which reads only what was written before the
-// launch.
+// may land at any time between. So does a bulk copy (mbarrier.h), which reads only what was written before
+// the launch.
 //
 // Resident blocks (grid.h) race unless a release and an acquire of the same word are between their accesses:
 // store_release() or add_release(), and load_acquire(); or an atomic operation after a __threadfence(), and
