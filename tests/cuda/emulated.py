@@ -34,15 +34,27 @@ SOURCES = [*KERNELS, *sorted(EMULATOR.glob("*.cpp"))]
 
 @dataclass(frozen=True)
 class Build:
-    """A library of emulated kernels: its folder below build/, the compiler flags, and the source files."""
+    """A library of emulated kernels, or a program that runs some without torch: its folder below build/, the compiler
+    flags, and the source files."""
 
     name: str
     flags: Sequence[str]
     sources: Sequence[Path] = tuple(SOURCES)
+    is_program: bool = False
 
     @property
     def folder(self) -> Path:
         return ROOT / "build" / self.name
+
+    @property
+    def target(self) -> Path:
+        return self.folder / ("program" if self.is_program else "libemulated.so")
+
+    @property
+    def link_options(self) -> list[str]:
+        if self.is_program:
+            return []
+        return ["-shared", f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-Wl,--no-undefined"]
 
 
 PLAIN = Build("emulator", ["-O1"])
@@ -60,15 +72,14 @@ def _build(config: Build) -> Path:
         for running in [_compile(config, source) for source in pair if source is not None]:
             if running is not None and (error := running.communicate()[1]) and running.returncode:
                 raise RuntimeError(f"the emulated kernels do not compile:\n{error}")
-    library = config.folder / "libemulated.so"
     objects = [config.folder / f"{source.stem}.o" for source in config.sources]
-    if library.exists() and library.stat().st_mtime > max(path.stat().st_mtime for path in objects):
-        return library
-    fresh = config.folder / "fresh.so"  # a process that has loaded the old library keeps it
-    link = [str(COMPILER), "-shared", *config.flags, *map(str, objects), f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
-    subprocess.run([*link, "-Wl,--no-undefined", "-o", str(fresh)], check=True)
-    fresh.replace(library)
-    return library
+    if config.target.exists() and config.target.stat().st_mtime > max(path.stat().st_mtime for path in objects):
+        return config.target
+    fresh = config.folder / "fresh"  # a process that has loaded the old library keeps it
+    link = [str(COMPILER), *config.flags, *map(str, objects), *config.link_options]
+    subprocess.run([*link, "-o", str(fresh)], check=True)
+    fresh.replace(config.target)
+    return config.target
 
 
 def _compile(config: Build, source: Path) -> subprocess.Popen[str] | None:

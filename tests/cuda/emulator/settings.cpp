@@ -19,8 +19,7 @@ struct Answer {
 } last;
 
 Answer look_up(const std::source_location& site) {
-  const std::string path = site.file_name();
-  const std::string name = path.substr(path.rfind('/') + 1) + ":" + std::to_string(site.line());
+  const std::string name = name_of(site);
   settings.met.insert(name);
   return {site.file_name(), site.line(), name != settings.left_out};
 }
@@ -44,6 +43,9 @@ EXPORTED void emulator_be(int capability, int multiprocessors, int shared_bytes)
 }
 
 EXPORTED void emulator_run_backwards(bool backwards) { settings.backwards = backwards; }
+
+// The order in which resident blocks run from now on; 0: in turn.
+EXPORTED void emulator_seed(unsigned seed) { settings.seed = seed; }
 
 // From now on a simulated kernel writes this memory before each kernel that is launched early.
 // ThreadSanitizer reports a kernel that accesses the memory without waiting for earlier kernels. If `at` is

@@ -4,7 +4,8 @@
 // A block's threads take turns on one processor (threads.h). Asynchronous copies land when they are waited
 // for and not before, warp instructions have the register layouts of the PTX manual, and shared memory is
 // poisoned before each block, so that a missing wait, a wrong lane or an unwritten word changes the result.
-// Compiled with ThreadSanitizer (races.h), the emulator also finds data races between barriers. It says
+// Compiled with ThreadSanitizer (races.h), the emulator also finds data races between barriers, and between
+// blocks of a cooperative launch or a cluster, which run concurrently (grid.h). It says
 // nothing about a kernel's speed, and is slow itself: tens of milliseconds for a tile of a GEMM.
 #pragma once
 
@@ -19,7 +20,7 @@
 
 #include "cuda/gemm_switches.h"
 #include "fp8.h"
-#include "threads.h"
+#include "grid.h"
 
 #define FP8SERVE_OPS fp8serve_emulated
 #define FP8SERVE_DEVICE_KEY CPU
@@ -28,7 +29,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __shared__ static  // one block runs at a time, and tests/cuda/emulated.py finds it by its symbol
+#define __shared__ static  // of the one block that is resident; tests/cuda/emulated.py finds it by its symbol
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
@@ -67,47 +68,49 @@ class OnDevice {
 // --- launches
 // -----------------------------------------------------------------------------------------------------
 
-#define threadIdx (::fp8serve::emulator::machine.thread_index)
-#define blockIdx (::fp8serve::emulator::machine.block_index)
+#define threadIdx (::fp8serve::emulator::machine.block->thread_index)
+#define blockIdx (::fp8serve::emulator::machine.block->index)
 #define blockDim (::fp8serve::emulator::machine.block_size)
 #define gridDim (::fp8serve::emulator::machine.grid_size)
 
+struct LaunchKind {
+  bool early = false, cooperative = false;
+  unsigned cluster = 1;
+};
+
 template <class... P, class... A>
-void run_kernel(bool early, void (*kernel)(P...), dim3 grid, int threads, int shared_bytes,
+void run_kernel(const LaunchKind& kind, void (*kernel)(P...), dim3 grid, int threads, int shared_bytes,
                 const A&... args) {
   using namespace emulator;
-  if (threads > 1024 || shared_bytes > settings.chip.shared_bytes)
-    throw std::runtime_error("emulator: this chip could not launch this");
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535) {
-    throw std::runtime_error("emulator: this is no grid");
-  }
-  settings.launches.push_back(
-      {reinterpret_cast<const void*>(kernel), shared_bytes, early, grid.x * grid.y * grid.z});
-  machine.early = early;
-  if (early) run_earlier_kernel();
+  const unsigned blocks = blocks_of(grid);
+  machine.early = kind.early;
+  machine.cluster = kind.cluster;
   machine.count = threads;
+  machine.shared_bytes = shared_bytes;
   machine.block_size = dim3(static_cast<unsigned>(threads));
   machine.grid_size = grid;
   machine.body = [&] { kernel(static_cast<P>(args)...); };
-  for (unsigned z = 0; z < grid.z; ++z) {
-    for (unsigned y = 0; y < grid.y; ++y) {
-      for (unsigned x = 0; x < grid.x; ++x) {
-        machine.block_index = dim3(x, y, z);
-        run_block();
-      }
-    }
+  if (threads > 1024 || shared_bytes > settings.chip.shared_bytes || most_resident() == 0 ||
+      (kind.cooperative && blocks > most_resident())) {
+    throw std::runtime_error("emulator: this chip could not launch this");
   }
+  if (blocks == 0 || grid.y > 65535 || grid.z > 65535 || grid.x % kind.cluster != 0) {
+    throw std::runtime_error("emulator: this is no grid");
+  }
+  settings.launches.push_back({reinterpret_cast<const void*>(kernel), shared_bytes, kind.early, blocks});
+  if (kind.early) run_earlier_kernel();
+  run_grid(kind.cooperative || kind.cluster > 1);
 }
 
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream, const A&... args) {
-  run_kernel(false, kernel, grid, threads, shared_bytes, args...);
+  run_kernel({}, kernel, grid, threads, shared_bytes, args...);
 }
 
 template <class... P, class... A>
 void launch_early(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream, const A&... args) {
   const bool early = emulator::settings.chip.capability >= 90 && gemm_switches.on(GemmKernel::overlap);
-  run_kernel(early, kernel, grid, threads, shared_bytes, args...);
+  run_kernel({.early = early}, kernel, grid, threads, shared_bytes, args...);
 }
 
 inline void set_zero(void* memory, size_t bytes, Stream) {
@@ -132,12 +135,12 @@ inline void after_earlier_kernels(const Site& site = Site::current()) {
 inline void prefetch_to_l2(const void*) {}
 template <class T>
 T __shfl_xor_sync(uint32_t, T value, int mask) {
-  const int self = emulator::machine.running % 32;
+  const int self = emulator::machine.lane();
   return emulator::exchange(value, [&](auto of) { return of(self ^ mask); });
 }
 template <class T>
 T __shfl_up_sync(uint32_t, T value, int step) {
-  const int self = emulator::machine.running % 32;
+  const int self = emulator::machine.lane();
   return emulator::exchange(value, [&](auto of) { return of(self < step ? self : self - step); });
 }
 template <class T>
@@ -161,6 +164,7 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
 }
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
 inline int atomicMax(int* at, int value) {
+  emulator::note_atomic(at);
   std::atomic_ref<int> memory(*at);
   const int before = memory.load(std::memory_order_relaxed);
   memory.store(std::max(before, value), std::memory_order_relaxed);
@@ -168,20 +172,25 @@ inline int atomicMax(int* at, int value) {
 }
 
 inline unsigned atomicInc(unsigned* at, unsigned most) {
+  emulator::note_atomic(at);
   std::atomic_ref<unsigned> memory(*at);
   const unsigned before = memory.load(std::memory_order_relaxed);
   memory.store(before >= most ? 0 : before + 1, std::memory_order_relaxed);
   return before;
 }
 inline int atomicExch(int* at, int value) {
+  emulator::note_atomic(at);
   return std::atomic_ref<int>(*at).exchange(value, std::memory_order_relaxed);
 }
-inline void __threadfence() {}  // blocks run one after the other
-
+inline void __threadfence(const Site& site = Site::current()) {
+  if (emulator::machine.concurrent && emulator::obeyed(site)) emulator::fence_device();
+}
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
+  emulator::note_atomic(at);
   return std::atomic_ref<unsigned long long>(*at).fetch_add(value, std::memory_order_relaxed);
 }
 inline unsigned atomicAdd(unsigned* at, unsigned value) {
+  emulator::note_atomic(at);
   return std::atomic_ref<unsigned>(*at).fetch_add(value, std::memory_order_relaxed);
 }
 
@@ -214,10 +223,7 @@ inline float fminf(float a, float b) { return -fmaxf(-a, -b); }
 using std::isfinite;
 using std::isnan;
 
-inline unsigned char* dynamic_shared() {
-  const auto at = reinterpret_cast<uintptr_t>(emulator::machine.shared.data());
-  return reinterpret_cast<unsigned char*>((at + 1023) / 1024 * 1024);
-}
+inline unsigned char* dynamic_shared() { return emulator::machine.block->dynamic_shared(); }
 
 template <bool kE5M2>
 uint16_t encode_pair(float low, float high) {
@@ -281,7 +287,7 @@ void copy_wait(const Site& site = Site::current()) {
 
 inline void load_matrices(uint32_t (&r)[4], const void* shared_row) {
   emulator::races::reads(shared_row, 16);
-  const int self = emulator::machine.running % 32;
+  const int self = emulator::machine.lane();
   const auto words = emulator::exchange(shared_row, [&](auto of) {
     uint4 out;
     uint32_t* word = &out.x;
@@ -307,7 +313,7 @@ void multiply_words(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
   struct Operands {
     float a[4][E], b[2][E];
   };
-  const int self = emulator::machine.running % 32;
+  const int self = emulator::machine.lane();
   Operands mine;
   for (int i = 0; i < E; ++i) {
     for (int word = 0; word < 4; ++word) mine.a[word][i] = of_a(a[word], i);

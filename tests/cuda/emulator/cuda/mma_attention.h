@@ -17,7 +17,7 @@ template <bool kTransposed>
 void load_matrices_at(uint32_t (&r)[4], Place row) {
   if constexpr (!kTransposed) return load_matrices(r, reinterpret_cast<const void*>(row));
   emulator::races::reads(reinterpret_cast<const void*>(row), 16);
-  const int self = emulator::machine.running % 32;
+  const int self = emulator::machine.lane();
   const auto words = emulator::exchange(row, [&](auto of) {
     uint4 out;
     uint32_t* word = &out.x;

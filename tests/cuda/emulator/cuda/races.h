@@ -4,7 +4,14 @@
 // Two accesses of one block race unless there is a barrier between them that both threads pass:
 // __syncthreads(), or __syncwarp() within a warp. Shuffles and matrix instructions order nothing. An
 // asynchronous copy counts as a write when it is issued and again when the thread waits for it, because it
-// may land at any time between. Blocks run one after the other here, so races between blocks are not found.
+// may land at any time between. So does a bulk copy (mbarrier.h), which reads only what was written before
+// the launch.
+//
+// Resident blocks (grid.h) race unless a release and an acquire of the same word are between their accesses:
+// store_release() or add_release(), and load_acquire(); or an atomic operation after a __threadfence(), and
+// one before another __threadfence(). A cluster's barrier orders the accesses of its threads. An access to
+// the shared memory of a block that has not begun, or has ended, is a race, too. The blocks of an ordinary
+// launch run one after the other, so races between them are not found.
 #pragma once
 
 #include <cstddef>

@@ -31,7 +31,8 @@ struct Launch {
 
 struct Settings {
   Chip chip;
-  bool backwards = false;        // the last thread of a block runs first
+  bool backwards = false;        // the last thread of a block, and the last resident block, run first
+  unsigned seed = 0;             // of the order in which resident blocks run (grid.h)
   bool capturing = false;        // a graph is captured
   std::string left_out;          // "file.cu:line" of a barrier or wait
   std::set<std::string> met;     // barriers and waits that kernels have reached
@@ -41,6 +42,12 @@ struct Settings {
 };
 
 inline Settings settings;
+
+// Returns "file.cu:line".
+inline std::string name_of(const std::source_location& site) {
+  const std::string path = site.file_name();
+  return path.substr(path.rfind('/') + 1) + ":" + std::to_string(site.line());
+}
 
 // Whether the barrier or wait at `site` is to be obeyed.
 bool obeyed(const std::source_location& site);

@@ -1,13 +1,16 @@
 // The threads of an emulated GPU: fibers on one processor, and the barriers at which they wait for each
 // other. A thread runs until it reaches a barrier or a warp-wide instruction, and continues when the other
-// threads have reached it. Blocks run one after the other.
+// threads have reached it. grid.h decides which block runs.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <new>
+#include <source_location>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -24,7 +27,7 @@ struct dim3 {
 
 namespace fp8serve::emulator {
 
-enum class State { ready, at_block_barrier, at_warp_barrier, done };
+enum class State { ready, at_block_barrier, at_warp_barrier, at_warps_barrier, at_cluster_barrier, done };
 
 struct Copy {
   void* to;
@@ -53,31 +56,88 @@ struct Thread {
   std::vector<std::vector<Copy>> copies;  // by group; the last one is open
   alignas(16) unsigned char slot[96];     // the value that this lane passes to its warp
   unsigned block_barriers = 0, warp_barriers = 0;
+  unsigned cluster_arrivals = 0, cluster_waits = 0;
   bool has_waited = false;         // for earlier kernels
   std::vector<Products> products;  // by group; the last one is open
   bool fenced = false;             // wgmma_fence() was called
   // Fibers for the asynchronous accesses of the thread's products: to its registers, and to shared memory.
   void *of_registers = nullptr, *of_memory = nullptr;
   char fence, proxy_fence;  // points in time
+  // Fibers that carry what __threadfence() orders to and from atomic operations (races.h), and their points.
+  void *of_releases = nullptr, *of_acquires = nullptr;
+  char before_fence, after_fence;
+  // Fibers for the accesses of the thread's bulk copies (mbarrier.h), and the point of their issue.
+  void *of_copy_reads = nullptr, *of_copy_writes = nullptr;
+  char copy_issue;
+  int warps_barrier = 0;  // the one at which it waits
 };
 
-struct Machine {
-  std::vector<Thread> threads = std::vector<Thread>(1024);
+struct BulkCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+
+// A barrier in shared memory (mbarrier.h). Copies are issued in a phase, and land after it.
+struct MbarrierState {
+  int arrivals = 0, missing = 0;
+  size_t expected = 0;  // bytes
+  unsigned phase = 0;
+  std::vector<BulkCopy> issued, landing;
+  char point[2];
+};
+
+// A barrier of some warps of a block.
+struct WarpsBarrier {
+  int waiting = 0;
+  unsigned turn = 0;
+  char point[2];
+};
+
+// A block that is resident on the GPU, or the place of one.
+struct Block {
+  std::deque<Thread> threads;
   std::vector<unsigned char> shared = std::vector<unsigned char>(kMostShared + 1024);
+  // Points in time, for ThreadSanitizer. Barriers have two in turn: a thread may reach the next barrier
+  // before another leaves this one.
+  char start, finish;
+  char block_barrier[2], warp_barrier[32][2];
+  char proxy_barrier[2];  // as block_barrier, for the products' accesses to shared memory
+  char cluster_barrier[2];
+  WarpsBarrier warps_barriers[16];
+  std::map<const void*, MbarrierState> mbarriers;
+  void* owner = nullptr;  // the fiber that owns the shared memory before the block begins and after it ends
+  int running = 0;        // the thread
+  dim3 thread_index, index;
+  unsigned number = 0, place = 0;  // in the grid, in Machine::blocks
+  bool resident = false;           // it has begun, and has not ended
+  std::source_location polled;     // where a thread last read a word that another block may write
+  Thread& self() { return threads[static_cast<size_t>(running)]; }
+  unsigned char* dynamic_shared() {
+    return reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(shared.data()) + 1023) / 1024 *
+                                            1024);
+  }
+};
+
+// The running launch.
+struct Machine {
+  std::deque<Block> blocks = std::deque<Block>(1);  // places of resident blocks
+  Block* block = &blocks.front();                   // that runs
   Stack::Place scheduler;
   void *scheduler_fiber = nullptr, *earlier_fiber = nullptr;
   char start, finish, earlier;  // points in time, for ThreadSanitizer; `earlier`: writes of preceding kernels
   bool early = false;           // the kernel was launched while preceding ones run
-  char block_barrier[2],
-      warp_barrier[32][2];  // two in turn: a thread may reach the next barrier before another leaves this one
-  char proxy_barrier[2];    // as block_barrier, for the products' accesses to shared memory
-  int running = 0, count = 0;
+  bool concurrent = false;      // several blocks are resident
+  unsigned cluster = 1;         // blocks of a cluster, whose places are neighbours
+  int count = 0, shared_bytes = 0;  // of a block: threads, dynamic shared memory
   std::function<void()> body;
   bool did_not_wait = false;  // some thread of the launch did not wait for preceding kernels
   bool has_products = false;  // some thread ended with products that it had not waited for
   std::string refused;        // the error that stopped a thread; a fiber cannot throw it out of itself
-  dim3 thread_index, block_index, block_size, grid_size;
-  Thread& self() { return threads[static_cast<size_t>(running)]; }
+  unsigned long polls = 0;    // since a thread ended or wrote a word atomically
+  dim3 block_size, grid_size;
+  Thread& self() { return block->self(); }
+  int lane() const { return block->running % 32; }
 };
 
 inline Machine machine;
@@ -102,10 +162,13 @@ inline bool has_products(const Thread& thread) {
 
 inline void enter() {
   races::happens_after(&machine.start);
+  races::happens_after(&machine.block->start);
   if (!machine.early) races::happens_after(&machine.earlier);
   machine.body();
   races::happens_before(&machine.finish);
+  races::happens_before(&machine.block->finish);
   races::stop_watching();
+  machine.polls = 0;
   machine.did_not_wait |= machine.early && !machine.self().has_waited;
   machine.has_products |= has_products(machine.self());
   machine.self().state = State::done;
@@ -157,7 +220,7 @@ __attribute__((always_inline)) inline void as(void* other, const F& f) {
 
 inline void wait_for_block() {
   const unsigned turn = machine.self().block_barriers++ % 2;
-  char *const point = &machine.block_barrier[turn], *const proxy = &machine.proxy_barrier[turn];
+  char *const point = &machine.block->block_barrier[turn], *const proxy = &machine.block->proxy_barrier[turn];
   void* const memory = machine.self().of_memory;  // products see what all threads fenced before the barrier
   races::happens_before(point);
   if (memory != nullptr) as(memory, [&]() __attribute__((always_inline)) { races::happens_before(proxy); });
@@ -167,44 +230,116 @@ inline void wait_for_block() {
 }
 
 inline void wait_for_warp() {
-  char* const point = &machine.warp_barrier[machine.running / 32][machine.self().warp_barriers++ % 2];
+  Block& block = *machine.block;
+  char* const point = &block.warp_barrier[block.running / 32][block.self().warp_barriers++ % 2];
   races::happens_before(point);
   wait(State::at_warp_barrier);
   races::happens_after(point);
 }
 
-inline void resume(int i) {
-  machine.running = i;
-  machine.thread_index = dim3(static_cast<unsigned>(i), 0, 0);
-  races::before_switch_to(machine.self().fiber);
-  switch_stack(machine.scheduler, machine.self().stack.place);
+// Suspends the thread until so many have reached the block's barrier `id`.
+inline void wait_for_warps(int id, int threads) {
+  WarpsBarrier& barrier = machine.block->warps_barriers[id];
+  char* const point = &barrier.point[barrier.turn % 2];
+  races::happens_before(point);
+  races::stop_watching();
+  machine.self().warps_barrier = id;
+  const bool complete = ++barrier.waiting == threads;
+  if (complete) {
+    barrier.waiting = 0, ++barrier.turn;
+    for (Thread& thread : machine.block->threads) {
+      if (thread.state == State::at_warps_barrier && thread.warps_barrier == id) thread.state = State::ready;
+    }
+  }
+  races::watch();
+  if (!complete) wait(State::at_warps_barrier);
+  races::happens_after(point);
+}
+
+// Lets other threads, also of other blocks, run first. Orders nothing.
+inline void poll(const std::source_location& site) {
+  races::stop_watching();
+  ++machine.polls;
+  machine.block->polled = site;
+  races::watch();
+  wait(State::ready);
+}
+
+// A fiber begins after what its creator has done, so the scheduler creates these.
+inline void need_fence_fibers(Thread& thread) {
+  as(machine.scheduler_fiber, [&]() __attribute__((always_inline)) {
+    if (thread.of_releases == nullptr) thread.of_releases = races::new_fiber();
+    if (thread.of_acquires == nullptr) thread.of_acquires = races::new_fiber();
+  });
+}
+
+// An atomic operation of one block may be read by one of another: what the thread did before its last
+// __threadfence() is then ordered before what the other thread does after its next one.
+inline void carry_release(void* at) {
+  if (!machine.concurrent) return;
+  races::stop_watching();
+  machine.polls = 0;
+  need_fence_fibers(machine.self());
+  races::watch();
+  as(machine.self().of_releases, [&]() __attribute__((always_inline)) { races::happens_before(at); });
+}
+inline void carry_acquire(void* at) {
+  if (!machine.concurrent) return;
+  races::stop_watching();
+  need_fence_fibers(machine.self());
+  races::watch();
+  as(machine.self().of_acquires, [&]() __attribute__((always_inline)) { races::happens_after(at); });
+}
+
+inline void note_atomic(void* at) {
+  carry_release(at);
+  carry_acquire(at);
+}
+
+inline void fence_device() {
+  races::stop_watching();
+  Thread& self = machine.self();
+  need_fence_fibers(self);
+  races::watch();
+  char *const before = &self.before_fence, *const after = &self.after_fence;
+  races::happens_before(before);
+  as(self.of_releases, [&]() __attribute__((always_inline)) { races::happens_after(before); });
+  as(self.of_acquires, [&]() __attribute__((always_inline)) { races::happens_before(after); });
+  races::happens_after(after);
+}
+
+inline void resume(Block& block, int i) {
+  machine.block = &block;
+  block.running = i;
+  block.thread_index = dim3(static_cast<unsigned>(i), 0, 0);
+  races::before_switch_to(block.self().fiber);
+  switch_stack(machine.scheduler, block.self().stack.place);
 }
 
 // Lets threads [begin, end) pass if all that are not done wait at `barrier`; at a warp's barrier only if none
 // is done. Returns whether they pass.
-inline bool release(int begin, int end, State barrier) {
+inline bool release(Block& block, int begin, int end, State barrier) {
   int waiting = 0, live = 0;
   for (int i = begin; i < end; ++i) {
-    const State state = machine.threads[static_cast<size_t>(i)].state;
+    const State state = block.threads[static_cast<size_t>(i)].state;
     waiting += state == barrier;
     live += state != State::done;
   }
   const bool whole = barrier == State::at_block_barrier || live == end - begin;
   if (waiting == 0 || waiting != live || !whole) return false;
   for (int i = begin; i < end; ++i) {
-    Thread& thread = machine.threads[static_cast<size_t>(i)];
+    Thread& thread = block.threads[static_cast<size_t>(i)];
     if (thread.state == barrier) thread.state = State::ready;
   }
   return true;
 }
 
-inline void start_thread(int i) {
-  Thread& thread = machine.threads[static_cast<size_t>(i)];
+inline void start_thread(Thread& thread) {
   if (thread.fiber == nullptr) thread.fiber = races::new_fiber();
   thread.state = State::ready;
   thread.copies.resize(1);
   thread.copies[0].clear();
-  thread.block_barriers = thread.warp_barriers = 0;
+  thread.block_barriers = thread.warp_barriers = thread.cluster_arrivals = thread.cluster_waits = 0;
   thread.has_waited = thread.fenced = false;
   thread.products.resize(1);
   thread.products[0].issued.clear();
@@ -212,60 +347,33 @@ inline void start_thread(int i) {
 }
 
 // Runs every ready thread once. Returns whether there was one.
-inline bool run_ready() {
+inline bool run_ready(Block& block) {
   bool ran = false;
   for (int turn = 0; turn < machine.count; ++turn) {
     const int i = settings.backwards ? machine.count - 1 - turn : turn;
-    if (machine.threads[static_cast<size_t>(i)].state == State::ready) resume(i), ran = true;
+    if (block.threads[static_cast<size_t>(i)].state == State::ready) resume(block, i), ran = true;
   }
   return ran;
 }
 
-inline bool release_all() {
-  bool released = release(0, machine.count, State::at_block_barrier);
+inline bool release_all(Block& block) {
+  bool released = release(block, 0, machine.count, State::at_block_barrier);
   for (int w = 0; w < machine.count; w += 32) {
-    released |= release(w, std::min(w + 32, machine.count), State::at_warp_barrier);
+    released |= release(block, w, std::min(w + 32, machine.count), State::at_warp_barrier);
   }
   return released;
 }
 
-inline bool any_alive() {
+inline bool any_alive(const Block& block) {
   for (int i = 0; i < machine.count; ++i) {
-    if (machine.threads[static_cast<size_t>(i)].state != State::done) return true;
+    if (block.threads[static_cast<size_t>(i)].state != State::done) return true;
   }
   return false;
 }
 
-[[noreturn]] inline void give_up(const std::string& why) {
-  for (Thread& thread : machine.threads) thread.fiber = nullptr;  // a waiting fiber cannot be used again
-  machine.has_products = machine.did_not_wait = false;
-  throw std::runtime_error(why);
+inline Thread& lane(int i) {
+  return machine.block->threads[static_cast<size_t>(machine.block->running / 32 * 32 + i)];
 }
-
-inline void run_block() {
-  const races::Unwatched bookkeeping;
-  machine.scheduler_fiber = races::this_fiber();
-  std::memset(machine.shared.data(), 0xff, machine.shared.size());  // NaN, in FP8 and in FP32
-  for (const Memory& memory : settings.declared) std::memset(memory.at, 0xff, memory.bytes);
-  for (int i = 0; i < machine.count; ++i) start_thread(i);
-  races::happens_before(&machine.start);
-  for (;;) {
-    const bool ran = run_ready();
-    if (!machine.refused.empty()) give_up(std::exchange(machine.refused, {}));
-    if (!any_alive()) break;
-    if (!release_all() && !ran) give_up("emulator: threads of a block wait for each other for ever");
-  }
-  races::happens_after(&machine.finish);
-  if (std::exchange(machine.has_products, false)) {
-    throw std::runtime_error("emulator: a kernel ends without waiting for its products");
-  }
-  if (std::exchange(machine.did_not_wait, false)) {
-    throw std::runtime_error(
-        "emulator: a kernel that was launched early ends without waiting for those before");
-  }
-}
-
-inline Thread& lane(int i) { return machine.threads[static_cast<size_t>(machine.running / 32 * 32 + i)]; }
 
 // Every lane of the warp passes its value. Returns f(of), where of(i) is the value of lane i.
 template <class T, class F>

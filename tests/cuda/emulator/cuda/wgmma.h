@@ -81,7 +81,7 @@ inline void take_sums(Product& product, const std::vector<Products>& others) {
 
 // Returns the left operand's 16 elements of the thread's rows g and g + 8 (g is lane / 4).
 inline std::array<std::array<float, 16>, 2> left_rows(const Product& product, size_t group, size_t at) {
-  const int self = machine.running % 32, warp = machine.running / 32 % 4;
+  const int self = machine.lane(), warp = machine.block->running / 32 % 4;
   std::array<std::array<float, 16>, 2> rows;
   for (uint32_t r = 0; r < 2; ++r) {
     for (uint32_t k = 0; k < 16; ++k) {
@@ -101,7 +101,7 @@ inline std::array<std::array<float, 16>, 2> left_rows(const Product& product, si
 inline std::vector<float> sums_of(const Product& product, size_t group, size_t at) {
   const auto left = left_rows(product, group, at);
   const Matrix b(product.b, product.columns_of_k);
-  const uint32_t t = static_cast<uint32_t>(machine.running % 4);
+  const uint32_t t = static_cast<uint32_t>(machine.lane() % 4);
   std::vector<float> sums(static_cast<size_t>(product.count));
   for (uint32_t i = 0; i < sums.size(); ++i) {
     const uint32_t column = i / 4 * 8 + 2 * t + i % 2, row = i % 4 / 2;
@@ -138,8 +138,8 @@ inline void finish(Thread& self, size_t group, size_t at, const std::vector<floa
 // warp share the warp's 16 rows of a, and all of b.
 template <class F>
 void for_memory(const Product& product, const F& f) {
-  const uint32_t lane = static_cast<uint32_t>(machine.running % 32);
-  const uint32_t warp = static_cast<uint32_t>(machine.running / 32 % 4);
+  const uint32_t lane = static_cast<uint32_t>(machine.lane());
+  const uint32_t warp = static_cast<uint32_t>(machine.block->running / 32 % 4);
   if (product.left == nullptr) f(Matrix(product.a, true).at(16 * warp + lane / 2, lane % 2));
   const Matrix b(product.b, product.columns_of_k);
   const uint32_t columns = static_cast<uint32_t>(2 * product.count);

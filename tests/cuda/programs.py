@@ -1,0 +1,41 @@
+"""Programs that run kernels of their own on the emulated GPU (emulator/program.h): small, and compiled in seconds."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cuda import emulated
+from tests.cuda.test_races import OPTIONS, RUNTIME
+
+RACE = 66  # ThreadSanitizer's exit status
+THREAD_SANITIZER = ["-O1", "-g1", "-fsanitize=thread"]
+needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
+needs_thread_sanitizer = pytest.mark.skipif(RUNTIME is None, reason="needs ThreadSanitizer, and setarch")
+
+
+class Program:
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        sources = [source, emulated.EMULATOR / "settings.cpp", emulated.EMULATOR / "stack.cpp"]
+        self._plain = emulated.Build(source.stem, ["-O1"], sources, is_program=True)
+        self._racing = emulated.Build(f"{source.stem}-races", THREAD_SANITIZER, sources, is_program=True)
+
+    def run(self, what: str | Path, seed: int = 0, backwards: bool = False) -> tuple[str, list[str]]:
+        """Returns the results or the emulator's error, and the barriers and waits that were reached."""
+        command = [str(emulated.build(self._plain)), str(what), str(seed), str(int(backwards))]
+        first, *sites = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return first, sites
+
+    def race(self, what: str | Path, seed: int = 0, left_out: str = "") -> str:
+        """Returns ThreadSanitizer's report of the first race, or "". The barrier or wait `left_out` orders nothing."""
+        command = ["setarch", "-R", str(emulated.build(self._racing)), str(what), str(seed), "0", left_out]
+        done = subprocess.run(command, env={**os.environ, "TSAN_OPTIONS": OPTIONS}, capture_output=True, text=True)
+        assert done.returncode in (0, RACE), done.stderr
+        return done.stderr if done.returncode else ""
+
+    def line_at(self, site: str) -> str:
+        name, number = site.split(":")
+        [path] = [path for path in [*emulated.HEADERS, self.source] if path.name == name]
+        return path.read_text().splitlines()[int(number) - 1]
