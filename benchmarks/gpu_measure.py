@@ -44,7 +44,7 @@ GEMMS = {  # (M, N, K): the predicted speed of ours over cuBLASLt's
 PREFILL = {BF16: (250.0, 330.0), E4M3: (220.0, 300.0)}  # cache: (TFLOP/s promised, predicted)
 OTHER_GEMMS = [(256, 4096, 4096), (8192, 28672, 8192)]
 SKINNY = [(1, 4096, 4096), (1, 28672, 8192), (16, 28672, 8192), (16, 8192, 28672), (64, 28672, 8192)]
-DECODE_SWITCHES = ("overlap", "early_weights", "gated")  # of gemm_switches.h, each measured by itself
+DECODE_SWITCHES = ("overlap", "early_weights", "gated", "rotary")  # of gemm_switches.h, each measured by itself
 LINEARS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # of a layer of Llama 8B: out, in features
 
 

@@ -30,6 +30,7 @@
 #include "cuda/chips.h"
 #include "cuda/gemm.h"
 #include "cuda/gemm_bf16.h"
+#include "cuda/gemm_skinny.h"
 #include "cuda/gemm_switches.h"
 #include "cuda/gemm_tiles.h"
 #include "cuda/gemm_torch.h"
@@ -229,6 +230,11 @@ Tensor stored_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
                    });
 }
 
+// Returns whether the skinny kernel multiplies and can do more with the product than store it.
+bool takes_ending(const Gemm& g, const OnDevice& device) {
+  return g.m <= kEndingRows && !g.a_scale.inside() && !g.b_scale.inside() && skinny_is_first(g, device);
+}
+
 // stored_mm with the joined weights of gate and up, then the watched cast of silu(gate) * up: in one launch
 // if the skinny kernel multiplies.
 Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
@@ -248,8 +254,7 @@ Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, 
   bool done = q.numel() == 0;
   const auto multiply = [&](Gemm g, const OnDevice& device, const Product& p) {
     g = with_stored(g, b);
-    const bool fits = g.m <= kGatedRows && g.n % 32 == 0 && !g.a_scale.inside() && !g.b_scale.inside();
-    if (fits && skinny_is_first(g, device) && gemm_switches.on(GemmKernel::gated)) {
+    if (g.n % 16 == 0 && takes_ending(g, device) && gemm_switches.on(GemmKernel::gated)) {
       gemm_skinny_gated(g, {data<uint8_t>(q), data<const float>(scale), out}, device);
       done = true;
     } else if (!run(g, device, p)) {
@@ -260,6 +265,55 @@ Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, 
   if (!done) {
     cast_gated(torch::stable::narrow(y, 1, 0, width), torch::stable::narrow(y, 1, width, width), scale, q,
                out, OnDevice(a));
+  }
+  return q;
+}
+
+// stored_mm with the joined weights of queries, keys and values, then rotary_write_kv: in one launch if the
+// skinny kernel multiplies and the caches are BF16 or E4M3.
+Tensor stored_rotary_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                        const std::optional<Tensor>& bias, const Tensor& cos, const Tensor& sin,
+                        const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots,
+                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+  const DeviceContract check("stored_rotary_mm", a);
+  check.rank("a", a, 2);
+  check.rank("b", b, 2);
+  check.rank("k_cache", k_cache, 4);
+  const Size t{"T", a.size(0)}, kv_heads{"kv_heads", k_cache.size(2)}, dim{"D", k_cache.size(3)};
+  const int64_t q_width = b.size(0) - 2 * kv_heads.value() * dim.value();
+  check.require(dim.value() > 0 && dim.value() % 2 == 0, "k_cache", "has heads of ", dim.value(),
+                ", must be an even number");
+  check.require(
+      q_width > 0 && q_width % dim.value() == 0, "b", "has ", b.size(0),
+      " rows, must be those of whole heads of queries, and of the caches' heads of keys and values");
+  const RotaryTarget to = rotary_target(check, {cos, sin, k_cache, v_cache, slots, k_scale, v_scale},
+                                        ScalarType::BFloat16, t, kv_heads, dim);
+  const int64_t heads = q_width / dim.value();
+  const Tensor q = empty(a, {t.value(), heads, dim.value()}, ScalarType::BFloat16);
+  const bool fits =
+      dim.value() % 16 == 0 && (to.cache == ScalarType::BFloat16 || to.cache == ScalarType::Float8_e4m3fn);
+  bool done = q.numel() == 0;
+  const auto multiply = [&](Gemm g, const OnDevice& device, const Product& p) {
+    g = with_stored(g, b);
+    if (fits && takes_ending(g, device) && gemm_switches.on(GemmKernel::rotary)) {
+      Rotary r = to.rotary;
+      r.q.count = static_cast<int>(heads);
+      r.k.count = r.v.count = static_cast<int>(kv_heads.value());
+      r.out = q.data_ptr();
+      gemm_skinny_rotary(g, r, is_fp8(to.cache), device);
+      done = true;
+    } else if (!run(g, device, p)) {
+      gemm_reference(p);
+    }
+  };
+  const Tensor y = with_gemm(check, {a, b, a_scale, b_scale, bias}, ScalarType::BFloat16, multiply);
+  if (!done) {
+    const int64_t kv = kv_heads.value();
+    Tensor all = torch::stable::view(y, {t.value(), heads + 2 * kv, dim.value()});
+    const auto part = [&](int64_t first, int64_t count) {
+      return torch::stable::narrow(all, 1, first, count);
+    };
+    rotate_and_write(to, part(0, heads), part(heads, kv), part(heads + kv, kv), q, OnDevice(a));
   }
   return q;
 }
@@ -446,6 +500,7 @@ STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
   m.impl("scaled_mm", TORCH_BOX(&fp8serve::scaled_mm));
   m.impl("stored_mm", TORCH_BOX(&fp8serve::stored_mm));
   m.impl("stored_gated_mm", TORCH_BOX(&fp8serve::stored_gated_mm));
+  m.impl("stored_rotary_mm", TORCH_BOX(&fp8serve::stored_rotary_mm));
   m.impl("scaled_mm_by", TORCH_BOX(&fp8serve::scaled_mm_by));
   m.impl("gemm_kernels", TORCH_BOX(&fp8serve::gemm_kernels));
   m.impl("scaled_mm_quantize", TORCH_BOX(&fp8serve::scaled_mm_quantize));

@@ -15,12 +15,15 @@
 // which the preceding kernel does not write, are copied to shared memory. Other weights are only fetched into
 // the second-level cache.
 //
-// One launch also computes silu(gate) * up of an MLP: a block takes 16 rows of the gate's weights and then
-// the same 16 of up's, as one stream of blocks of K, and casts the result.
+// One launch also computes silu(gate) * up of an MLP and casts it: a block takes eight rows of the gate's
+// weights and the same eight of up's. Likewise a launch rotates queries and keys and writes keys and values
+// to the cache: a block takes eight rows of the first half of a head, and those of the second half with which
+// they are rotated.
 //
 // In a product of experts the grid has blocks for every row. A block computes up to 16 rows of one expert if
 // its own row is the first of these, and returns if it is not.
 #include "cuda/gemm_grouped.h"
+#include "cuda/gemm_skinny.h"
 
 namespace fp8serve {
 namespace {
@@ -32,11 +35,31 @@ constexpr int kThreads = 32 * kWarps, kMostTeams = 2;
 static_assert(kWarps == kReportingWarps);  // the first team reports
 constexpr int kGroupsOfExpert = 2, kRowsOfExpert = 8 * kGroupsOfExpert;
 
+// The weight rows of a block: eight from `first` on, and eight from `second` on.
+struct BlockRows {
+  int first, second;
+  __device__ __forceinline__ int operator[](int i) const {
+    return i < kRows / 2 ? first + i : second + i - kRows / 2;
+  }
+};
+__device__ __forceinline__ BlockRows adjacent_rows() {
+  const int first = static_cast<int>(blockIdx.x) * kRows;
+  return {first, first + kRows / 2};
+}
+__device__ __forceinline__ BlockRows rows_of_gate_and_up(const Gemm& g) {
+  const int first = static_cast<int>(blockIdx.x) * (kRows / 2);
+  return {first, first + g.n / 2};
+}
+__device__ __forceinline__ BlockRows rows_of_head(int dim) {
+  const int block = static_cast<int>(blockIdx.x), per_head = dim / kRows;
+  const int first = block / per_head * dim + block % per_head * (kRows / 2);
+  return {first, first + dim / 2};
+}
+
 // Fetches the block's first weights, a line a thread, into the second-level cache.
-__device__ __forceinline__ void prefetch_weights_to_l2(const Gemm& g) {
-  const int line = static_cast<int>(threadIdx.x), row = static_cast<int>(blockIdx.x) * kRows + line % kRows;
-  const int at = line / kRows * kLine;
-  if (at < g.k) prefetch_to_l2(g.b + static_cast<int64_t>(min(row, g.n - 1)) * g.k + at);
+__device__ __forceinline__ void prefetch_weights_to_l2(const Gemm& g, const BlockRows& rows) {
+  const int line = static_cast<int>(threadIdx.x), at = line / kRows * kLine;
+  if (at < g.k) prefetch_to_l2(g.b + static_cast<int64_t>(min(rows[line % kRows], g.n - 1)) * g.k + at);
 }
 
 // FP8 activations, read as they are stored: sixteen values are one piece of 16 bytes.
@@ -90,10 +113,7 @@ class CastActivations {
 // multiplied. A copy needs no registers and runs while other blocks are multiplied. Whole lines are copied,
 // because half a line costs the second-level cache as much. Only the warp itself reads what it has copied.
 // The activations of many tokens are not copied, but read from the caches when they are multiplied.
-//
-// A step is a block of K. If kParts is 2 (gate and up), the steps of the first half of the weights' rows are
-// followed by the steps of the second half, which begins at row g.n / 2.
-template <int kGroups, class From, int kParts = 1>
+template <int kGroups, class From>
 class Prefetcher {
  public:
   static constexpr int kAhead = 2;
@@ -101,37 +121,31 @@ class Prefetcher {
   static constexpr int kBytes =
       kAhead * (kRows + (kActivations ? 8 * kGroups * From::kPieces : 0)) * kLine;  // of a warp
 
-  __device__ explicit Prefetcher(const Gemm& g)
+  __device__ Prefetcher(const Gemm& g, const BlockRows& rows)
       : g_(g),
-        n0_(static_cast<int>(blockIdx.x) * kRows),
+        rows_(rows),
         lane_(static_cast<int>(threadIdx.x) % 32),
         memory_(dynamic_shared() + static_cast<int>(threadIdx.x) / 32 * kBytes) {}
 
-  // Returns the number of steps of all warps for one part. Of two parts every warp has the same number of
-  // steps, some of which may be past the end of K.
-  __device__ __forceinline__ int steps() const {
-    const int blocks = (g_.k + kScaleBlock - 1) / kScaleBlock, warps = static_cast<int>(blockDim.x) / 32;
-    return kParts == 1 ? blocks : (blocks + warps - 1) / warps * warps;
-  }
   // Before after_earlier_kernels(): copies the first weights if they are stored, else fetches their lines.
   __device__ __forceinline__ void prefetch_early() {
-    g_.stored ? prefetch_first_weights() : prefetch_weights_to_l2(g_);
+    g_.stored ? prefetch_first_weights() : prefetch_weights_to_l2(g_, rows_);
   }
   // Starts to copy the first kAhead blocks of K, except for what prefetch_early() has copied.
   __device__ __forceinline__ void prefetch_first(const From& from) {
     if (!g_.stored) prefetch_first_weights();
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      prefetch_activations(from, first_step(i));
+      prefetch_activations(from, first_block(i));
       copy_commit();
       turn_ ^= 1;
     }
   }
-  // Starts to copy the block of K of a step; copies nothing for a step past the last one.
-  __device__ __forceinline__ void prefetch(const From& from, int step) {
+  // Starts to copy a block of K; copies nothing for a block past the last one.
+  __device__ __forceinline__ void prefetch(const From& from, int block) {
     __syncwarp();  // all lanes have read what lay there
-    prefetch_weights(step);
-    prefetch_activations(from, step);
+    prefetch_weights(block);
+    prefetch_activations(from, block);
     copy_commit();
     turn_ ^= 1;
   }
@@ -162,34 +176,30 @@ class Prefetcher {
   }
 
  private:
-  __device__ __forceinline__ int part_of(int step) const { return kParts > 1 && step >= steps() ? 1 : 0; }
-  // Returns where the step's block of K begins; at least g_.k if the step has none.
-  __device__ __forceinline__ int begin_of(int step) const {
-    return (step - part_of(step) * steps()) * kScaleBlock;
-  }
-  // Returns the warp's i-th step.
-  __device__ __forceinline__ int first_step(int i) const {
+  // Returns the warp's i-th block of K.
+  __device__ __forceinline__ int first_block(int i) const {
     return static_cast<int>(threadIdx.x + i * blockDim.x) / 32;
   }
   __device__ __forceinline__ void prefetch_first_weights() {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      prefetch_weights(first_step(i));
+      prefetch_weights(first_block(i));
       turn_ ^= 1;
     }
   }
-  __device__ __forceinline__ void prefetch_weights(int step) {
-    const int k = begin_of(step), first = n0_ + part_of(step) * (g_.n / 2);
+  __device__ __forceinline__ void prefetch_weights(int block) {
+    const int k = block * kScaleBlock;
     if (k >= g_.k) return;
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
       const int row = lane_ / 8 + 4 * i, at = k + lane_ % 8 * 16;
-      const uint8_t* source = g_.b + static_cast<int64_t>(min(first + row, g_.n - 1)) * g_.k;
+      const int begin = i < kRows / 8 ? rows_.first : rows_.second - kRows / 2;
+      const uint8_t* source = g_.b + static_cast<int64_t>(min(begin + row, g_.n - 1)) * g_.k;
       copy_async(weight(row, lane_ % 8), source + at, at < g_.k);
     }
   }
-  __device__ __forceinline__ void prefetch_activations(const From& from, int step) {
-    const int k = begin_of(step);
+  __device__ __forceinline__ void prefetch_activations(const From& from, int block) {
+    const int k = block * kScaleBlock;
     if (!kActivations || k >= g_.k) return;
     constexpr int kEach = 8 * From::kPieces;  // pieces of a token
 #pragma unroll
@@ -213,7 +223,8 @@ class Prefetcher {
   __device__ __forceinline__ unsigned char* slot() const { return memory_ + turn_ * (kBytes / kAhead); }
 
   const Gemm& g_;
-  int n0_, lane_;
+  BlockRows rows_;
+  int lane_;
   int turn_ = 0;  // which of kAhead buffers is multiplied next, and then overwritten by the next copy
   unsigned char* memory_;
 };
@@ -290,43 +301,58 @@ __device__ __forceinline__ void add_team(PerThread<kGroups>& own_sums, const Sum
 
 // Calls f(index in PerThread, token, column of the output) for those of them that are inside the output.
 template <int kGroups, class F>
-__device__ __forceinline__ void for_own_elements_inside(const Gemm& g, int n0, const F& f) {
+__device__ __forceinline__ void for_own_elements_inside(const Gemm& g, const BlockRows& rows, const F& f) {
   for_own_elements<kGroups>([&](int t, int token, int of) {
-    if (token < g.m && n0 + of < g.n) f(t, token, n0 + of);
+    if (token < g.m && rows[of] < g.n) f(t, token, rows[of]);
   });
 }
 
-// The two endings of a kernel. The threads of the first team call finish() with the block's sums of each
-// part. This one stores them.
+// The endings of a kernel. The threads of the first team call finish() with the block's sums. This one stores
+// them.
 struct StoreEnding {
   template <int kGroups>
-  __device__ __forceinline__ void finish(const Gemm& g, const PerThread<kGroups> (&own_sums)[1],
-                                         const PerThread<kGroups, EpilogueOperands> (&end)[1], int n0) const {
+  __device__ __forceinline__ void finish(const Gemm& g, const BlockRows& rows,
+                                         const PerThread<kGroups>& own_sums,
+                                         const PerThread<kGroups, EpilogueOperands>& end) const {
     float seen = 0.0f;
-    for_own_elements_inside<kGroups>(g, n0, [&](int t, int token, int column) {
+    for_own_elements_inside<kGroups>(g, rows, [&](int t, int token, int column) {
       const EpilogueOperands of =
-          kLoadsEpilogueFirst<kGroups> ? end[0][t] : load_epilogue_operands(g, token, column);
-      seen = put(g, static_cast<int64_t>(token) * g.n + column, apply_epilogue(g, own_sums[0][t], of), seen);
+          kLoadsEpilogueFirst<kGroups> ? end[t] : load_epilogue_operands(g, token, column);
+      seen = put(g, static_cast<int64_t>(token) * g.n + column, apply_epilogue(g, own_sums[t], of), seen);
     });
     report_amax(g, seen);
   }
 };
+
+// Calls f(token, column in the block, product, product of the other half's row) for all elements of the
+// thread, also for those of tokens that are not there. Products are rounded to BF16. The other row is the
+// one in the other half of the block's rows; a thread eight lanes away has its product.
+template <int kGroups, class F>
+__device__ __forceinline__ void for_own_pairs(const Gemm& g, const PerThread<kGroups>& own_sums,
+                                              const PerThread<kGroups, EpilogueOperands>& end, const F& f) {
+  static_assert(kLoadsEpilogueFirst<kGroups>);
+  for_own_elements<kGroups>([&](int t, int token, int of) {
+    const float product = rounded<BF16>(apply_epilogue(g, own_sums[t], end[t]));
+    f(token, of, product, __shfl_xor_sync(kAllLanes, product, kRows / 2));
+  });
+}
+
 // This one casts silu(gate) * up.
 struct GatedEnding {
   const GatedCast& to;
 
   template <int kGroups>
-  __device__ __forceinline__ void finish(const Gemm& g, const PerThread<kGroups> (&own_sums)[2],
-                                         const PerThread<kGroups, EpilogueOperands> (&end)[2], int n0) const {
-    static_assert(kLoadsEpilogueFirst<kGroups>);
+  __device__ __forceinline__ void finish(const Gemm& g, const BlockRows& rows,
+                                         const PerThread<kGroups>& own_sums,
+                                         const PerThread<kGroups, EpilogueOperands>& end) const {
     const int64_t counted = to.out.counted_rows(g.m);
     const float scale = *to.scale;
     float seen = 0.0f;
     unsigned found = 0;
-    for_own_elements_inside<kGroups>(g, n0, [&](int t, int token, int column) {
-      const float gate = rounded<BF16>(apply_epilogue(g, own_sums[0][t], end[0][t]));
-      const float y = gated<BF16>(gate, rounded<BF16>(apply_epilogue(g, own_sums[1][t], end[1][t])));
-      to.q[static_cast<int64_t>(token) * (g.n / 2) + column] = encode_one<E4M3>(y, scale);
+    for_own_pairs<kGroups>(g, own_sums, end, [&](int token, int of, float gate, float up) {
+      if (token >= g.m || of >= kRows / 2) return;
+      const float y = gated<BF16>(gate, up);
+      to.q[static_cast<int64_t>(token) * (g.n / 2) + rows[of]] = encode_one<E4M3>(y, scale);
       if (token < counted) {
         seen = fmaxf(seen, fabsf(y));
         found += is_cut_off<E4M3>(y * scale);
@@ -338,94 +364,146 @@ struct GatedEnding {
   }
 };
 
-template <Element kElement, int kGroups, bool kInside, class From, int kParts, class Ending>
-__device__ __forceinline__ void compute(const Gemm& g, Prefetcher<kGroups, From, kParts>& prefetcher,
-                                        From from, const Ending& ending) {
+// This one rotates queries and keys, and writes keys and values to the caches. All rows of a block are of one
+// head.
+template <bool kFp8>
+class RotaryEnding {
+ public:
+  // Loads what the thread needs after its sum.
+  __device__ __forceinline__ RotaryEnding(const Gemm& g, const BlockRows& rows, const Rotary& r)
+      : r_(r), head_(rows.first / r.dim) {
+    const int token = static_cast<int>(threadIdx.x) / kRows, of = static_cast<int>(threadIdx.x) % kRows;
+    if (token >= g.m) return;
+    element_ = rows[of] - head_ * r.dim;
+    cos_ = load(static_cast<const BF16*>(r.cos)[token * r.dim + element_]);
+    sin_ = load(static_cast<const BF16*>(r.sin)[token * r.dim + element_]);
+    if (head_ < r.q.count) return;
+    slot_ = r.slots[token];
+    const float* scale = head_ < r.q.count + r.k.count ? r.k_scale : r.v_scale;
+    if (kFp8 && scale != nullptr) scale_ = *scale;
+  }
+
+  template <int kGroups>
+  __device__ __forceinline__ void finish(const Gemm& g, const BlockRows&, const PerThread<kGroups>& own_sums,
+                                         const PerThread<kGroups, EpilogueOperands>& end) const {
+    static_assert(8 * kGroups * kRows <= kThreads);  // a thread has one element
+    for_own_pairs<kGroups>(g, own_sums, end, [&](int token, int of, float product, float other) {
+      if (token >= g.m) return;
+      const float turned_product = turned<BF16>(product, of < kRows / 2 ? -other : other, cos_, sin_);
+      const int key = head_ - r_.q.count, value = key - r_.k.count;
+      if (key < 0) {
+        const int64_t at = (static_cast<int64_t>(token) * r_.q.count + head_) * r_.dim + element_;
+        store(turned_product, static_cast<BF16*>(r_.out) + at);
+      } else if (r_.is_cached(slot_)) {
+        value < 0 ? write(turned_product, r_.k_cache, key) : write(product, r_.v_cache, value);
+      }
+    });
+  }
+
+ private:
+  __device__ __forceinline__ void write(float x, void* cache, int head) const {
+    const int64_t at = (slot_ * r_.k.count + head) * r_.dim + element_;
+    if constexpr (kFp8) {
+      static_cast<uint8_t*>(cache)[at] = encode_one<E4M3>(x, scale_);
+    } else {
+      store(x, static_cast<BF16*>(cache) + at);
+    }
+  }
+  const Rotary& r_;
+  int head_, element_ = 0;
+  float cos_ = 0.0f, sin_ = 0.0f, scale_ = 1.0f;
+  int64_t slot_ = -1;
+};
+
+template <Element kElement, int kGroups, bool kInside, class From, class Ending>
+__device__ __forceinline__ void compute(const Gemm& g, const BlockRows& rows,
+                                        Prefetcher<kGroups, From>& prefetcher, From from,
+                                        const Ending& ending) {
   __shared__ Sums<kGroups> sums;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int n0 = static_cast<int>(blockIdx.x) * kRows, row = n0 + lane / 4;
   const int blocks = (g.k + kScaleBlock - 1) / kScaleBlock, stride = static_cast<int>(blockDim.x) / 32;
-  PerThread<kGroups, EpilogueOperands> end[kParts] = {};
+  PerThread<kGroups, EpilogueOperands> end = {};
   if (kLoadsEpilogueFirst<kGroups> && warp < kWarps) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      for_own_elements_inside<kGroups>(g, n0 + part * (g.n / 2), [&](int t, int token, int column) {
-        end[part][t] = load_epilogue_operands(g, token, column);
-      });
-    }
+    for_own_elements_inside<kGroups>(
+        g, rows, [&](int t, int token, int column) { end[t] = load_epilogue_operands(g, token, column); });
   }
   prefetcher.prefetch_first(from);
-  float total[kParts][kGroups][4] = {};
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    for (int block = warp; block < prefetcher.steps(); block += stride) {
-      prefetcher.wait();
-      if (kParts == 1 || block < blocks) {
-        float by_row[2] = {1.0f, 1.0f};
-        if constexpr (kInside) {
-          by_row[0] = g.b_scale.inner(row, g.n, block);
-          by_row[1] = g.b_scale.inner(row + 8, g.n, block);
-        }
-#pragma unroll
-        for (int j = 0; j < kGroups; ++j) {
-          float sum[4] = {};
-          multiply<kElement>(sum, prefetcher, from, j, block);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int of = j * 8 + lane % 4 * 2 + e % 2;
-            total[part][j][e] +=
-                kInside ? sum[e] * (by_row[e / 2] * g.a_scale.inner(of, g.m, block)) : sum[e];
-          }
-        }
-      }
-      prefetcher.prefetch(from, part * prefetcher.steps() + block + prefetcher.kAhead * stride);
+  float total[kGroups][4] = {};
+  for (int block = warp; block < blocks; block += stride) {
+    prefetcher.wait();
+    float by_row[2] = {1.0f, 1.0f};
+    if constexpr (kInside) {
+      by_row[0] = g.b_scale.inner(rows.first + lane / 4, g.n, block);
+      by_row[1] = g.b_scale.inner(rows.second + lane / 4, g.n, block);
     }
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      float sum[4] = {};
+      multiply<kElement>(sum, prefetcher, from, j, block);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int of = j * 8 + lane % 4 * 2 + e % 2;
+        total[j][e] += kInside ? sum[e] * (by_row[e / 2] * g.a_scale.inner(of, g.m, block)) : sum[e];
+      }
+    }
+    prefetcher.prefetch(from, block + prefetcher.kAhead * stride);
   }
   from.report_counts();
-  PerThread<kGroups> own_sums[kParts] = {};
+  PerThread<kGroups> own_sums = {};
+  for (int team = 0; team < stride / kWarps; ++team) {
+    if (team > 0) __syncthreads();  // the sums of the preceding team have been added
+    if (warp / kWarps == team) {
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    for (int team = 0; team < stride / kWarps; ++team) {
-      if (part + team > 0) __syncthreads();  // the sums of the preceding team have been added
-      if (warp / kWarps == team) {
+      for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            sums[warp % kWarps][j * 8 + lane % 4 * 2 + e % 2][lane / 4 + e / 2 * 8] = total[part][j][e];
-        }
+        for (int e = 0; e < 4; ++e)
+          sums[warp % kWarps][j * 8 + lane % 4 * 2 + e % 2][lane / 4 + e / 2 * 8] = total[j][e];
       }
-      __syncthreads();
-      if (warp < kWarps) add_team<kGroups>(own_sums[part], sums);
     }
+    __syncthreads();
+    if (warp < kWarps) add_team<kGroups>(own_sums, sums);
   }
-  if (warp < kWarps) ending.template finish<kGroups>(g, own_sums, end, n0);
+  if (warp < kWarps) ending.template finish<kGroups>(g, rows, own_sums, end);
 }
 
 template <Element kElement, int kGroups, bool kInside>
 __global__ void __launch_bounds__(kMostTeams* kThreads) gemm_stream(const __grid_constant__ Gemm g) {
-  Prefetcher<kGroups, RawActivations> prefetcher(g);
+  const BlockRows rows = adjacent_rows();
+  Prefetcher<kGroups, RawActivations> prefetcher(g, rows);
   prefetcher.prefetch_early();
   after_earlier_kernels();
-  compute<kElement, kGroups, kInside>(g, prefetcher, RawActivations(), StoreEnding());
+  compute<kElement, kGroups, kInside>(g, rows, prefetcher, RawActivations(), StoreEnding());
 }
 
 template <int kGroups>
 __global__ void __launch_bounds__(kMostTeams* kThreads)
     gemm_stream_casting(const __grid_constant__ Gemm g, const __grid_constant__ ToCast from) {
-  Prefetcher<kGroups, CastActivations> prefetcher(g);
+  const BlockRows rows = adjacent_rows();
+  Prefetcher<kGroups, CastActivations> prefetcher(g, rows);
   prefetcher.prefetch_early();
   after_earlier_kernels();
-  compute<Element::e4m3, kGroups, false>(g, prefetcher, CastActivations(g, from), StoreEnding());
+  compute<Element::e4m3, kGroups, false>(g, rows, prefetcher, CastActivations(g, from), StoreEnding());
 }
 
 template <int kGroups>
 __global__ void __launch_bounds__(kMostTeams* kThreads)
     gemm_stream_gated(const __grid_constant__ Gemm g, const __grid_constant__ GatedCast to) {
-  Prefetcher<kGroups, RawActivations, 2> prefetcher(g);
+  const BlockRows rows = rows_of_gate_and_up(g);
+  Prefetcher<kGroups, RawActivations> prefetcher(g, rows);
   prefetcher.prefetch_early();
   after_earlier_kernels();
-  compute<Element::e4m3, kGroups, false>(g, prefetcher, RawActivations(), GatedEnding{to});
+  compute<Element::e4m3, kGroups, false>(g, rows, prefetcher, RawActivations(), GatedEnding{to});
+}
+
+template <int kGroups, bool kFp8>
+__global__ void __launch_bounds__(kMostTeams* kThreads)
+    gemm_stream_rotary(const __grid_constant__ Gemm g, const __grid_constant__ Rotary r) {
+  const BlockRows rows = rows_of_head(r.dim);
+  Prefetcher<kGroups, RawActivations> prefetcher(g, rows);
+  prefetcher.prefetch_early();
+  after_earlier_kernels();
+  compute<Element::e4m3, kGroups, false>(g, rows, prefetcher, RawActivations(),
+                                         RotaryEnding<kFp8>(g, rows, r));
 }
 
 template <bool kInside>
@@ -435,8 +513,9 @@ __global__ void __launch_bounds__(kMostTeams* kThreads) grouped_stream(const __g
             before = row - all.begin(expert);
   if (before % kRowsOfExpert != 0 || before < 0 || row >= all.end(expert)) return;
   const Gemm g = from_row(all.of(expert), before);
-  Prefetcher<kGroupsOfExpert, RawActivations> prefetcher(g);
-  compute<Element::e4m3, kGroupsOfExpert, kInside>(g, prefetcher, RawActivations(), StoreEnding());
+  const BlockRows rows = adjacent_rows();
+  Prefetcher<kGroupsOfExpert, RawActivations> prefetcher(g, rows);
+  compute<Element::e4m3, kGroupsOfExpert, kInside>(g, rows, prefetcher, RawActivations(), StoreEnding());
 }
 
 // A kernel, and the bytes of dynamic shared memory that each of its warps needs.
@@ -498,7 +577,16 @@ void gemm_skinny_gated(const Gemm& g, const GatedCast& to, const OnDevice& devic
   using Kernel = Launched<void(Gemm, GatedCast)>;
   const Kernel kernel = g.m <= 8 ? Kernel{gemm_stream_gated<1>, Prefetcher<1, RawActivations>::kBytes}
                                  : Kernel{gemm_stream_gated<2>, Prefetcher<2, RawActivations>::kBytes};
-  launch_stream(kernel, g, blocks_for(g) / 2, device, g, to);
+  launch_stream(kernel, g, blocks_for(g), device, g, to);
+}
+
+void gemm_skinny_rotary(const Gemm& g, const Rotary& r, bool fp8, const OnDevice& device) {
+  using Kernel = Launched<void(Gemm, Rotary)>;
+  const Kernel few{fp8 ? gemm_stream_rotary<1, true> : gemm_stream_rotary<1, false>,
+                   Prefetcher<1, RawActivations>::kBytes};
+  const Kernel more{fp8 ? gemm_stream_rotary<2, true> : gemm_stream_rotary<2, false>,
+                    Prefetcher<2, RawActivations>::kBytes};
+  launch_stream(g.m <= 8 ? few : more, g, blocks_for(g), device, g, r);
 }
 
 void grouped_skinny(const Grouped& g, const OnDevice& device) {

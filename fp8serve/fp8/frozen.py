@@ -263,12 +263,19 @@ class FrozenLinear(nn.Module):
         weight = tensors["weight_q"], tensors["input_scale_inv"], tensors["weight_scale_inv"], tensors["bias"]
         return _watched_mm_add(x, scale, *counters, *weight, residual)  # type: ignore[no-any-return]
 
+    def can_fuse_product(self, x: Tensor) -> bool:
+        """Returns whether an op of a GPU may multiply inputs like x, in BF16, and do more with the product."""
+        tensors = self._buffers
+        is_plain = tensors["weight_q"].dim() == 2 and not _is_mx(tensors["weight_scale_inv"])  # type: ignore[union-attr]
+        is_bf16 = x.dtype is BF16 and self.out_dtype in (None, BF16)
+        return _is_on_gpu(x) and is_bf16 and is_plain and self.input_spec.is_fp8
+
     def can_cast_product(self, x: Tensor) -> bool:
         """Returns whether `cast_gated_product` supports this layer and activations like x."""
         return _is_on_gpu(x) and x.dtype is BF16 and self.is_watched and self._buffers["input_scale"] is not None
 
     def cast_gated_product(
-        self, q: Tensor, scale_inv: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None
+        self, q: Tensor, weight: Tensor, scale_inv: Tensor, weight_scale_inv: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Returns `cast_silu_mul(gate, up)` in one op, where gate and up are the halves of the product of q [M, K] and
         the joined weight of two FrozenLinears."""

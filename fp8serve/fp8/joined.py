@@ -42,6 +42,16 @@ class _Snapshot(NamedTuple):
         return cls(entries, [(tensor, tensor.data_ptr()) for tensor in moved])
 
 
+class Operands(NamedTuple):
+    """The operands of a product of a GPU, in the order of the ops: FP8 [M, K] and [N, K], their scales, the bias."""
+
+    q: Tensor
+    weight: Tensor
+    scale_inv: Tensor
+    weight_scale_inv: Tensor
+    bias: Tensor | None
+
+
 class JoinedLinear:
     """The layers [N_i, K] of one module, by name, joined to one layer [sum of N_i, K].
 
@@ -52,6 +62,7 @@ class JoinedLinear:
         layers: The joined layers, in order.
         first: The layer whose input scale and counters all layers share.
         weight: FP8 [sum of N_i, K], or packed.
+        widths: The number of outputs of each layer.
         scale: The scale_inv of the weight: FP32 [] if the layers share one, else [sum of N_i, 1], or one per block.
         bias: [sum of N_i] or None.
     """
@@ -62,13 +73,13 @@ class JoinedLinear:
         self._by_name, self._listener = dict(layers), listener
         self.layers = list(layers.values())
         self.first = self.layers[0]
-        self._widths = [layer.out_features for layer in self.layers]
+        self.widths = [layer.out_features for layer in self.layers]
         _pack_all_if_any(self.layers)
         self.weight = _concat_weights([layer.weight_q for layer in self.layers])
         scales = [_joinable_scale(layer) for layer in self.layers]
         self._scale_rows = [len(scale) for scale in scales]
         self.scale = torch.cat(scales) if (shared := _shared_scale(self.layers)) is None else shared
-        self._ends = None if have_whole_blocks(self.layers) else torch.tensor(self._widths).cumsum(0).to(torch.int32)
+        self._ends = None if have_whole_blocks(self.layers) else torch.tensor(self.widths).cumsum(0).to(torch.int32)
         biases = [layer.bias for layer in self.layers if layer.bias is not None]
         self.bias = torch.cat(biases) if biases else None
         self._share_tensors()
@@ -87,15 +98,25 @@ class JoinedLinear:
         """Returns silu(gate) * up, cast as the input of `linear`, where gate and up are this layer's outputs for
         rms_norm(x [M, K]). Returns None if the joined layers are no such pair or `linear.cast_gated_product` cannot
         compute it."""
-        is_gated = len(self._widths) == 2 and self._widths[0] == self._widths[1]
-        dtype = self.first.out_dtype or x.dtype
-        if not is_gated or self._ends is not None or dtype is not torch.bfloat16 or not linear.can_cast_product(x):
+        is_gated = len(self.widths) == 2 and self.widths[0] == self.widths[1]
+        if not is_gated or not self.can_fuse_product(x) or not linear.can_cast_product(x):
             return None
-        q, scale_inv = self.first.cast_norm(x, norm_weight, eps)
-        if q.dtype is not torch.float8_e4m3fn:
-            gate, up = self._multiply(q, scale_inv, x.dtype)
-            return linear.cast_silu_mul(gate, up)
-        return linear.cast_gated_product(q, scale_inv, self.weight, self.scale, self.bias)
+        return linear.cast_gated_product(*self.operands_of_norm(x, norm_weight, eps))
+
+    def can_fuse_product(self, x: Tensor) -> bool:
+        """Returns whether an op of a GPU may multiply inputs like x and do more with the product."""
+        return self._ends is None and self.first.can_fuse_product(x)
+
+    def operands(self, x: Tensor) -> Operands:
+        """Returns the operands for the input x [M, K]."""
+        return self._operands(*self.first.cast(x))
+
+    def operands_of_norm(self, x: Tensor, norm_weight: Tensor, eps: float) -> Operands:
+        """Returns the operands for the input rms_norm(x [M, K], norm_weight [K], eps)."""
+        return self._operands(*self.first.cast_norm(x, norm_weight, eps))
+
+    def _operands(self, q: Tensor, scale_inv: Tensor) -> Operands:
+        return Operands(q, self.weight, scale_inv, self.scale, self.bias)
 
     def _multiply(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
         dtype = self.first.out_dtype or dtype
@@ -103,7 +124,7 @@ class JoinedLinear:
             y = multiply(q, scale_inv, self.weight, self.scale, self.bias, dtype)
         else:
             y = _joined_mm(q, self.weight, scale_inv, self.scale, self._ends, self.bias, dtype)
-        return y.split_with_sizes(self._widths, 1)
+        return y.split_with_sizes(self.widths, 1)
 
     def is_current(self, modules: Mapping[str, nn.Module | None]) -> bool:
         """Returns whether each name in `modules` still has the joined layer, with the joined tensors and no hooks."""
@@ -116,7 +137,7 @@ class JoinedLinear:
     @property
     def is_packable(self) -> bool:
         """Whether the weight can be packed. Each layer must begin at a group of rows, so that its weight is a view."""
-        return is_packable(self.weight) and not any(width % GROUP for width in self._widths)
+        return is_packable(self.weight) and not any(width % GROUP for width in self.widths)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -143,10 +164,10 @@ class JoinedLinear:
     def _share_tensors(self) -> None:
         """Replaces the layers' tensors by views of the joined tensors."""
         unit = GROUP if self.weight.dim() == 3 else 1
-        weights = self.weight.split_with_sizes([width // unit for width in self._widths])
+        weights = self.weight.split_with_sizes([width // unit for width in self.widths])
         is_shared = self.scale.dim() == 0
         scales = [self.scale] * len(weights) if is_shared else self.scale.split_with_sizes(self._scale_rows)
-        biases = [None] * len(scales) if self.bias is None else self.bias.split_with_sizes(self._widths)
+        biases = [None] * len(scales) if self.bias is None else self.bias.split_with_sizes(self.widths)
         for layer, weight, scale, bias in zip(self._by_name.values(), weights, scales, biases, strict=True):
             layer.weight_q, layer.weight_scale_inv = (track_view(t, self._listener) for t in (weight, scale))
             layer.shares_weight_scale = is_shared

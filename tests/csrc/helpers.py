@@ -21,7 +21,7 @@ def assert_bits_equal(found: Tensor, expected: Tensor) -> None:
     assert found.shape == expected.shape
     nan = found.float().isnan()
     assert torch.equal(nan, expected.float().isnan())
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[found.itemsize]
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.itemsize]
     same = found.contiguous().view(kind) == expected.contiguous().view(kind)
     assert bool((same | nan).all())
 

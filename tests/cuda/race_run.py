@@ -63,11 +63,13 @@ WORDS: dict[str, tuple[str, ...]] = {
     "stored_mm": ("(5, 130, 2064) ('tensor', 'row')", "(17, 16, 144) ('1x128'"),
     "scaled_mm_add": ("",),
     "stored_gated_mm": ("(5, 96, 1200)",),
+    "stored_rotary_mm": ("(5, 4, 2, 80) row torch.bfloat16",),
     "write_kv": ("",),
 }
 STORED_WEIGHTS = {
     "stored_mm": 1,
     "stored_gated_mm": 1,
+    "stored_rotary_mm": 1,
     "scaled_mm_add": 1,
     "watched_mm_add": 5,
 }  # index of the argument

@@ -8,6 +8,7 @@ Every op of a library is a candidate, named like the op. If an op has several ke
     scaled_mm.overlap, ...                  the op after a kernel that writes its input, on GPUs where the launches of
                                             two kernels can overlap
     stored_gated_mm.gated                   the skinny kernel that casts the product of gate and up
+    stored_rotary_mm.rotary                 the skinny kernel that rotates queries and keys and writes the caches
     stored_mm.early_weights                 like scaled_mm.overlap, and the second kernel reads its weight while the
                                             first still runs
     quantize.avx2                           the variant of an op for CPUs whose best feature is AVX2
@@ -120,8 +121,9 @@ def gpu_candidates(ops: Any) -> Iterator[Candidate]:
     run = partial(_run_overlapping, ops, {"overlap"}, _write_cache_and_attend)
     attention_cases = [*_prompt_cases()[:4], *sample_cases(gpu_cases("paged_attention"))]
     yield Candidate("paged_attention.overlap", "paged_attention", run, attention_cases)
-    run = partial(_run_with, ops, {"gated"}, ops.stored_gated_mm)
-    yield Candidate("stored_gated_mm.gated", "stored_gated_mm", run, sample_cases(gpu_cases("stored_gated_mm")))
+    for op, switch in (("stored_gated_mm", "gated"), ("stored_rotary_mm", "rotary")):
+        run = partial(_run_with, ops, {switch}, getattr(ops, op))
+        yield Candidate(f"{op}.{switch}", op, run, sample_cases(gpu_cases(op)))
     enabled = {"overlap", "early_weights"}
     run = partial(_run_overlapping, ops, enabled, partial(_quantize_and_multiply, ops.stored_mm))
     yield Candidate("stored_mm.early_weights", "stored_mm", run, sample_cases(gpu_cases("stored_mm")))
@@ -266,7 +268,8 @@ OVERLAP = ("scaled_mm.overlap", "paged_attention.overlap")
 _SWITCHES |= dict.fromkeys(OVERLAP, "overlap")
 _SWITCHES["stored_mm.early_weights"] = "early_weights"
 _SWITCHES["stored_gated_mm.gated"] = "gated"
-SEPARATE = (*OVERLAP, "stored_mm.early_weights", "stored_gated_mm.gated")
+_SWITCHES["stored_rotary_mm.rotary"] = "rotary"
+SEPARATE = (*OVERLAP, "stored_mm.early_weights", "stored_gated_mm.gated", "stored_rotary_mm.rotary")
 """Candidates that test a switch alone: while other candidates run, these switches are off."""
 
 
