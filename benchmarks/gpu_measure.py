@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_experts, gpu_tiles
-from benchmarks.gpu_switches import without
+from benchmarks.gpu_switches import including, without
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.fp8 import ops
 from fp8serve.fp8.ops import reference
@@ -373,6 +373,9 @@ def decode(bench: Bench) -> Iterator[Row]:
         with without(switch, bench.device):
             slower = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
         yield {"what": f"decode 1.1B batch 1, without {switch}", "us": slower * 1e6, "of all": slower / took}
+    with including("normed", bench.device):
+        other = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
+    yield {"what": "decode 1.1B batch 1, with normed", "us": other * 1e6, "of all": other / took}
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------

@@ -220,13 +220,80 @@ Gemm with_stored(Gemm g, const Tensor& weights) {
   return g;
 }
 
+// The arguments of an op whose input is x: the product multiplies the watched cast of its norm. Without a
+// weight the input is FP8.
+struct NormArguments {
+  const std::optional<Tensor>& weight;
+  std::optional<double> eps;
+  const std::optional<Tensor>&scale, &seen, &saturated, &rows;
+};
+
+// The left operand of a product with stored weights.
+class StoredInput {
+ public:
+  StoredInput(const DeviceContract& check, const Tensor& a, const NormArguments& norm)
+      : q(norm.weight ? empty_cast(check, a, norm) : a), x_(a), norm_(norm) {
+    const bool is_padded = a.size(1) % 16 != 0;  // with_gemm copies q before multiply() is called
+    if (norm.weight && is_padded && a.numel() > 0) cast(OnDevice(a)), is_cast_ = true;
+  }
+  // Returns the norm that the skinny kernel shall cast itself. Otherwise casts it, if there is one.
+  std::optional<Normed> norm_or_cast(const Gemm& g, const OnDevice& device) const {
+    if (!norm_.weight || is_cast_) return std::nullopt;
+    const Rows rows = rows_of(x_);
+    const Tensor& weight = *norm_.weight;
+    if (gemm_switches.on(GemmKernel::normed) && x_.scalar_type() == ScalarType::BFloat16 &&
+        rows.held.data_ptr() == x_.data_ptr() && fast_rows(rows) && weight.is_contiguous() &&
+        aligned(weight.data_ptr(), 16) && !g.b_scale.inside() && skinny_is_first(g, device) &&
+        skinny_takes_norm(g, device)) {
+      return Normed{.x = data<BF16>(x_),
+                    .stride = rows.stride,
+                    .weight = data<BF16>(weight),
+                    .eps = static_cast<float>(*norm_.eps),
+                    .scale = data<float>(*norm_.scale),
+                    .out = counters(*norm_.seen, *norm_.saturated, norm_.rows)};
+    }
+    cast(device);
+    return std::nullopt;
+  }
+
+  const Tensor q;  // FP8; without a value before norm_or_cast()
+
+ private:
+  static Tensor empty_cast(const DeviceContract& check, const Tensor& x, const NormArguments& norm) {
+    check.require(norm.eps && norm.scale && norm.seen && norm.saturated, "norm_weight",
+                  "needs eps, norm_scale, norm_amax and norm_saturated");
+    check_watched(check, x, norm.weight, norm.eps, *norm.scale, *norm.seen, *norm.saturated, norm.rows);
+    return empty(x, {x.size(0), x.size(1)}, ScalarType::Float8_e4m3fn);
+  }
+  void cast(const OnDevice& device) const {
+    cast_norm(x_, *norm_.weight, *norm_.eps, *norm_.scale, q,
+              counters(*norm_.seen, *norm_.saturated, norm_.rows), device);
+  }
+  const Tensor& x_;
+  const NormArguments norm_;
+  bool is_cast_ = false;
+};
+
+// Multiplies without doing more than the product.
+void multiply_stored(const Gemm& g, const std::optional<Normed>& norm, const OnDevice& device,
+                     const Product& p) {
+  if (norm) return gemm_skinny_normed(g, *norm, device);
+  if (!run(g, device, p)) gemm_reference(p);
+}
+
 Tensor stored_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
-                 const std::optional<Tensor>& bias, ScalarType out_dtype) {
+                 const std::optional<Tensor>& bias, ScalarType out_dtype,
+                 const std::optional<Tensor>& norm_weight, const std::optional<double>& eps,
+                 const std::optional<Tensor>& norm_scale, const std::optional<Tensor>& norm_seen,
+                 const std::optional<Tensor>& norm_saturated, const std::optional<Tensor>& norm_rows) {
   const DeviceContract check("stored_mm", a);
   check_high(check, out_dtype);
-  return with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype,
-                   [&](const Gemm& g, const OnDevice& device, const Product& p) {
-                     if (!run(with_stored(g, b), device, p)) gemm_reference(p);
+  check.rank("a", a, 2);
+  const StoredInput input(check, a, {norm_weight, eps, norm_scale, norm_seen, norm_saturated, norm_rows});
+  return with_gemm(check, {input.q, b, a_scale, b_scale, bias}, out_dtype,
+                   [&](const Gemm& plain, const OnDevice& device, const Product& p) {
+                     const Gemm g = with_stored(plain, b);
+                     multiply_stored(g, input.norm_or_cast(g, device), device, p);
                    });
 }
 
@@ -239,7 +306,10 @@ bool takes_ending(const Gemm& g, const OnDevice& device) {
 // if the skinny kernel multiplies.
 Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                        const std::optional<Tensor>& bias, const Tensor& scale, const Tensor& seen,
-                       const Tensor& saturated, const std::optional<Tensor>& rows) {
+                       const Tensor& saturated, const std::optional<Tensor>& rows,
+                       const std::optional<Tensor>& norm_weight, const std::optional<double>& eps,
+                       const std::optional<Tensor>& norm_scale, const std::optional<Tensor>& norm_seen,
+                       const std::optional<Tensor>& norm_saturated, const std::optional<Tensor>& norm_rows) {
   const DeviceContract check("stored_gated_mm", a);
   check.rank("a", a, 2);
   check.rank("b", b, 2);
@@ -248,20 +318,23 @@ Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, 
   check.tensor("seen", seen, {ScalarType::Float}, {});
   check.tensor("saturated", saturated, {ScalarType::Long}, {});
   if (rows) check.tensor("rows", *rows, {ScalarType::Long}, {});
+  const StoredInput input(check, a, {norm_weight, eps, norm_scale, norm_seen, norm_saturated, norm_rows});
   const int64_t width = b.size(0) / 2;
   const Tensor q = empty(a, {a.size(0), width}, ScalarType::Float8_e4m3fn);
   const CastCounters out = counters(seen, saturated, rows);
   bool done = q.numel() == 0;
   const auto multiply = [&](Gemm g, const OnDevice& device, const Product& p) {
     g = with_stored(g, b);
+    const std::optional<Normed> norm = input.norm_or_cast(g, device);
     if (g.n % 16 == 0 && takes_ending(g, device) && gemm_switches.on(GemmKernel::gated)) {
-      gemm_skinny_gated(g, {data<uint8_t>(q), data<const float>(scale), out}, device);
+      const GatedCast to{data<uint8_t>(q), data<const float>(scale), out};
+      gemm_skinny_gated(g, norm ? &*norm : nullptr, to, device);
       done = true;
-    } else if (!run(g, device, p)) {
-      gemm_reference(p);
+    } else {
+      multiply_stored(g, norm, device, p);
     }
   };
-  Tensor y = with_gemm(check, {a, b, a_scale, b_scale, bias}, ScalarType::BFloat16, multiply);
+  Tensor y = with_gemm(check, {input.q, b, a_scale, b_scale, bias}, ScalarType::BFloat16, multiply);
   if (!done) {
     cast_gated(torch::stable::narrow(y, 1, 0, width), torch::stable::narrow(y, 1, width, width), scale, q,
                out, OnDevice(a));
@@ -274,7 +347,10 @@ Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, 
 Tensor stored_rotary_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                         const std::optional<Tensor>& bias, const Tensor& cos, const Tensor& sin,
                         const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots,
-                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                        const std::optional<Tensor>& norm_weight, const std::optional<double>& eps,
+                        const std::optional<Tensor>& norm_scale, const std::optional<Tensor>& norm_seen,
+                        const std::optional<Tensor>& norm_saturated, const std::optional<Tensor>& norm_rows) {
   const DeviceContract check("stored_rotary_mm", a);
   check.rank("a", a, 2);
   check.rank("b", b, 2);
@@ -288,27 +364,28 @@ Tensor stored_rotary_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale,
       " rows, must be those of whole heads of queries, and of the caches' heads of keys and values");
   const RotaryTarget to = rotary_target(check, {cos, sin, k_cache, v_cache, slots, k_scale, v_scale},
                                         ScalarType::BFloat16, t, kv_heads, dim);
-  const int64_t heads = q_width / dim.value();
+  const StoredInput input(check, a, {norm_weight, eps, norm_scale, norm_seen, norm_saturated, norm_rows});
+  const int64_t heads = q_width / dim.value(), kv = kv_heads.value();
   const Tensor q = empty(a, {t.value(), heads, dim.value()}, ScalarType::BFloat16);
   const bool fits =
       dim.value() % 16 == 0 && (to.cache == ScalarType::BFloat16 || to.cache == ScalarType::Float8_e4m3fn);
   bool done = q.numel() == 0;
   const auto multiply = [&](Gemm g, const OnDevice& device, const Product& p) {
     g = with_stored(g, b);
+    const std::optional<Normed> norm = input.norm_or_cast(g, device);
     if (fits && takes_ending(g, device) && gemm_switches.on(GemmKernel::rotary)) {
       Rotary r = to.rotary;
       r.q.count = static_cast<int>(heads);
-      r.k.count = r.v.count = static_cast<int>(kv_heads.value());
+      r.k.count = r.v.count = static_cast<int>(kv);
       r.out = q.data_ptr();
-      gemm_skinny_rotary(g, r, is_fp8(to.cache), device);
+      gemm_skinny_rotary(g, norm ? &*norm : nullptr, r, is_fp8(to.cache), device);
       done = true;
-    } else if (!run(g, device, p)) {
-      gemm_reference(p);
+    } else {
+      multiply_stored(g, norm, device, p);
     }
   };
-  const Tensor y = with_gemm(check, {a, b, a_scale, b_scale, bias}, ScalarType::BFloat16, multiply);
+  const Tensor y = with_gemm(check, {input.q, b, a_scale, b_scale, bias}, ScalarType::BFloat16, multiply);
   if (!done) {
-    const int64_t kv = kv_heads.value();
     Tensor all = torch::stable::view(y, {t.value(), heads + 2 * kv, dim.value()});
     const auto part = [&](int64_t first, int64_t count) {
       return torch::stable::narrow(all, 1, first, count);

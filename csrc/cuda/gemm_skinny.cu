@@ -8,8 +8,8 @@
 // teams of warps, which share K, so that a multiprocessor still has enough to read. The sums are added in a
 // fixed order, which depends only on the weight's shape and the chip: a row's result is the same, bit for
 // bit, whichever rows are computed with it. The same launch applies scales, bias and residual. Activations in
-// BF16 can be cast as they are loaded. Every block then casts all of them, which takes less time than a
-// launch; the first block counts them.
+// BF16 can be cast as they are loaded, and of few rows the norm can be cast. Every block then casts all of
+// them, which takes less time than a launch; the first block counts them.
 //
 // A block prefetches its first weights before the preceding kernels have ended. Stored weights (`g.stored`),
 // which the preceding kernel does not write, are copied to shared memory. Other weights are only fetched into
@@ -62,9 +62,39 @@ __device__ __forceinline__ void prefetch_weights_to_l2(const Gemm& g, const Bloc
   if (at < g.k) prefetch_to_l2(g.b + static_cast<int64_t>(min(rows[line % kRows], g.n - 1)) * g.k + at);
 }
 
-// FP8 activations, read as they are stored: sixteen values are one piece of 16 bytes.
+// What a thread has cast to E4M3, for the counters of the cast.
+class CastCounts {
+ public:
+  __device__ __forceinline__ void count(const Chunk& x, float scale) {
+    const float most = amax_of(x, 0.0f);
+    amax_ = fmaxf(amax_, most);
+    if (is_cut_off<E4M3>(most * scale)) num_cut_off_ += cut_off<E4M3>(x, scale);
+  }
+  __device__ __forceinline__ void count(float x, float scale) {
+    amax_ = fmaxf(amax_, fabsf(x));
+    num_cut_off_ += is_cut_off<E4M3>(x * scale);
+  }
+  // Whole warps call this, once.
+  __device__ __forceinline__ void report(const CastCounters& out, float scale) const {
+    const float seen = lanes_max<32>(amax_);
+    if (threadIdx.x % 32 == 0) atomic_max_float(out.amax, seen);
+    if (is_cut_off<E4M3>(seen * scale)) add_cut_off(out, num_cut_off_);
+  }
+
+ private:
+  float amax_ = 0.0f;
+  unsigned num_cut_off_ = 0;
+};
+
+struct NoArguments {};
+
+// The inputs of a kernel. This one has FP8 activations, read as they are stored: sixteen values are one piece
+// of 16 bytes.
 struct RawActivations {
+  using Arguments = NoArguments;
   static constexpr int kPieces = 1, kMostAhead = 2;  // kMostAhead: groups of eight tokens prefetched
+  static int shared_bytes(const Gemm&) { return 0; }
+  __device__ __forceinline__ RawActivations(const Gemm&, const NoArguments&) {}
   __device__ __forceinline__ const uint8_t* row(const Gemm& g, int token) const {
     return g.a + static_cast<int64_t>(token) * g.k;
   }
@@ -75,7 +105,9 @@ struct RawActivations {
 // BF16 activations, cast as they are loaded: sixteen values are two pieces of 16 bytes.
 class CastActivations {
  public:
+  using Arguments = ToCast;
   static constexpr int kPieces = 2, kMostAhead = 1;
+  static int shared_bytes(const Gemm&) { return 0; }
   __device__ CastActivations(const Gemm& g, const ToCast& from)
       : from_(from), scale_(*from.scale), num_counted_rows_(from.out.counted_rows(g.m)) {}
   __device__ __forceinline__ const uint8_t* row(const Gemm& g, int token) const {
@@ -83,30 +115,23 @@ class CastActivations {
   }
   __device__ __forceinline__ uint4 values(const uint4 (&raw)[2], int token) {
     const Chunk low = unpack(Raw<BF16>{{raw[0]}}), high = unpack(Raw<BF16>{{raw[1]}});
-    if (blockIdx.x == 0 && token < num_counted_rows_) count(low, high);
+    if (blockIdx.x == 0 && token < num_counted_rows_) {
+      counts_.count(low, scale_);
+      counts_.count(high, scale_);
+    }
     const uint2 first = encode_chunk<E4M3>(low, scale_), second = encode_chunk<E4M3>(high, scale_);
     return {first.x, first.y, second.x, second.y};
   }
   // Whole warps call this, once.
   __device__ __forceinline__ void report_counts() const {
-    if (blockIdx.x != 0) return;
-    const float seen = lanes_max<32>(amax_);
-    if (threadIdx.x % 32 == 0) atomic_max_float(from_.out.amax, seen);
-    if (is_cut_off<E4M3>(seen * scale_)) add_cut_off(from_.out, num_cut_off_);
+    if (blockIdx.x == 0) counts_.report(from_.out, scale_);
   }
 
  private:
-  __device__ __forceinline__ void count(const Chunk& low, const Chunk& high) {
-    const float most = amax_of(high, amax_of(low, 0.0f));
-    amax_ = fmaxf(amax_, most);
-    if (is_cut_off<E4M3>(most * scale_)) {
-      num_cut_off_ += cut_off<E4M3>(low, scale_) + cut_off<E4M3>(high, scale_);
-    }
-  }
   const ToCast& from_;
-  float scale_, amax_ = 0.0f;
+  float scale_;
   int64_t num_counted_rows_;
-  unsigned num_cut_off_ = 0;
+  CastCounts counts_;
 };
 
 // Copies a warp's weights and activations of a block of K to shared memory, kAhead blocks before they are
@@ -229,6 +254,62 @@ class Prefetcher {
   unsigned char* memory_;
 };
 
+// The norm of BF16 activations, cast. Every block casts all rows, each once, and keeps them in shared memory.
+// Squares are added in the order of norm_row (elementwise.cu).
+class NormedActivations {
+ public:
+  using Arguments = Normed;
+  static constexpr int kPieces = 1, kMostAhead = 0;
+  static int shared_bytes(const Gemm& g) { return g.m * pitch(g.k); }
+
+  // All threads call this. Afterwards they see the rows.
+  __device__ NormedActivations(const Gemm& g, const Normed& norm) : norm_(norm), scale_(*norm.scale) {
+    __shared__ float sums[kNormedRows][kRowThreads / 32];
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+    const int threads_of_row = row_threads(g.k), warps_of_row = threads_of_row / 32;
+    memory_ = dynamic_shared() + blockDim.x / 32 * Prefetcher<1, NormedActivations>::kBytes;
+    const Chunk first_weight = load_chunk<true>(norm.weight, thread * kChunk, g.k);
+    for (int row = warp / warps_of_row; row < g.m; row += static_cast<int>(blockDim.x) / threads_of_row) {
+      float sum = 0.0f;
+      for (int at = thread % threads_of_row * kChunk; at < g.k; at += threads_of_row * kChunk) {
+        sum = sum_of_squares(load_chunk<true>(norm.x + row * norm.stride, at, g.k), sum);
+      }
+      sum = lanes_sum(sum);
+      if (lane == 0) sums[row][warp % warps_of_row] = sum;
+    }
+    __syncthreads();
+    const int64_t counted = blockIdx.x == 0 ? norm.out.counted_rows(g.m) : 0;
+    for (int row = 0; row < g.m; ++row) {
+      const float squares = lanes_sum(lane < warps_of_row ? sums[row][lane] : 0.0f);
+      const float factor = norm_factor(squares, g.k, norm.eps);
+      for (int at = thread * kChunk; at < g.k; at += static_cast<int>(blockDim.x) * kChunk) {
+        const Chunk weight = at == thread * kChunk ? first_weight : load_chunk<true>(norm.weight, at, g.k);
+        const Chunk y = normed<BF16>(load_chunk<true>(norm.x + row * norm.stride, at, g.k), weight, factor);
+        if (row < counted) counts_.count(y, scale_);
+        *reinterpret_cast<uint2*>(memory_ + row * pitch(g.k) + at) = encode_chunk<E4M3>(y, scale_);
+      }
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ const uint8_t* row(const Gemm& g, int token) const {
+    return memory_ + token * pitch(g.k);
+  }
+  __device__ __forceinline__ uint4 values(const uint4 (&raw)[1], int) { return raw[0]; }
+  // Whole warps call this, once.
+  __device__ __forceinline__ void report_counts() const {
+    if (blockIdx.x == 0) counts_.report(norm_.out, scale_);
+  }
+
+ private:
+  // Bytes from row to row: half a line more than a multiple of lines, so that lanes that read two rows at
+  // once use different banks.
+  __host__ __device__ static int pitch(int k) { return (k + kLine - 1) / kLine * kLine + kLine / 2; }
+  const Normed& norm_;
+  float scale_;
+  unsigned char* memory_;
+  CastCounts counts_;
+};
+
 // 16 weight rows x 8 tokens over 128 of K.
 template <Element kElement, class Tiles, class From>
 __device__ __forceinline__ void multiply(float (&part)[4], const Tiles& tiles, From& from, int group,
@@ -310,6 +391,12 @@ __device__ __forceinline__ void for_own_elements_inside(const Gemm& g, const Blo
 // The endings of a kernel. The threads of the first team call finish() with the block's sums. This one stores
 // them.
 struct StoreEnding {
+  using Arguments = NoArguments;
+  __device__ __forceinline__ static BlockRows rows(const Gemm&, const NoArguments&) {
+    return adjacent_rows();
+  }
+  __device__ __forceinline__ StoreEnding(const Gemm&, const BlockRows&, const NoArguments&) {}
+
   template <int kGroups>
   __device__ __forceinline__ void finish(const Gemm& g, const BlockRows& rows,
                                          const PerThread<kGroups>& own_sums,
@@ -339,7 +426,12 @@ __device__ __forceinline__ void for_own_pairs(const Gemm& g, const PerThread<kGr
 
 // This one casts silu(gate) * up.
 struct GatedEnding {
+  using Arguments = GatedCast;
   const GatedCast& to;
+  __device__ __forceinline__ static BlockRows rows(const Gemm& g, const GatedCast&) {
+    return rows_of_gate_and_up(g);
+  }
+  __device__ __forceinline__ GatedEnding(const Gemm&, const BlockRows&, const GatedCast& to) : to(to) {}
 
   template <int kGroups>
   __device__ __forceinline__ void finish(const Gemm& g, const BlockRows& rows,
@@ -347,20 +439,14 @@ struct GatedEnding {
                                          const PerThread<kGroups, EpilogueOperands>& end) const {
     const int64_t counted = to.out.counted_rows(g.m);
     const float scale = *to.scale;
-    float seen = 0.0f;
-    unsigned found = 0;
+    CastCounts counts;
     for_own_pairs<kGroups>(g, own_sums, end, [&](int token, int of, float gate, float up) {
       if (token >= g.m || of >= kRows / 2) return;
       const float y = gated<BF16>(gate, up);
       to.q[static_cast<int64_t>(token) * (g.n / 2) + rows[of]] = encode_one<E4M3>(y, scale);
-      if (token < counted) {
-        seen = fmaxf(seen, fabsf(y));
-        found += is_cut_off<E4M3>(y * scale);
-      }
+      if (token < counted) counts.count(y, scale);
     });
-    seen = lanes_max<32>(seen);
-    if (threadIdx.x % 32 == 0) atomic_max_float(to.out.amax, seen);
-    add_cut_off(to.out, found);
+    counts.report(to.out, scale);
   }
 };
 
@@ -369,6 +455,10 @@ struct GatedEnding {
 template <bool kFp8>
 class RotaryEnding {
  public:
+  using Arguments = Rotary;
+  __device__ __forceinline__ static BlockRows rows(const Gemm&, const Rotary& r) {
+    return rows_of_head(r.dim);
+  }
   // Loads what the thread needs after its sum.
   __device__ __forceinline__ RotaryEnding(const Gemm& g, const BlockRows& rows, const Rotary& r)
       : r_(r), head_(rows.first / r.dim) {
@@ -466,44 +556,16 @@ __device__ __forceinline__ void compute(const Gemm& g, const BlockRows& rows,
   if (warp < kWarps) ending.template finish<kGroups>(g, rows, own_sums, end);
 }
 
-template <Element kElement, int kGroups, bool kInside>
-__global__ void __launch_bounds__(kMostTeams* kThreads) gemm_stream(const __grid_constant__ Gemm g) {
-  const BlockRows rows = adjacent_rows();
-  Prefetcher<kGroups, RawActivations> prefetcher(g, rows);
-  prefetcher.prefetch_early();
-  after_earlier_kernels();
-  compute<kElement, kGroups, kInside>(g, rows, prefetcher, RawActivations(), StoreEnding());
-}
-
-template <int kGroups>
+template <Element kElement, int kGroups, bool kInside, class From = RawActivations,
+          class Ending = StoreEnding>
 __global__ void __launch_bounds__(kMostTeams* kThreads)
-    gemm_stream_casting(const __grid_constant__ Gemm g, const __grid_constant__ ToCast from) {
-  const BlockRows rows = adjacent_rows();
-  Prefetcher<kGroups, CastActivations> prefetcher(g, rows);
+    gemm_stream(const __grid_constant__ Gemm g, const __grid_constant__ typename From::Arguments from,
+                const __grid_constant__ typename Ending::Arguments to) {
+  const BlockRows rows = Ending::rows(g, to);
+  Prefetcher<kGroups, From> prefetcher(g, rows);
   prefetcher.prefetch_early();
   after_earlier_kernels();
-  compute<Element::e4m3, kGroups, false>(g, rows, prefetcher, CastActivations(g, from), StoreEnding());
-}
-
-template <int kGroups>
-__global__ void __launch_bounds__(kMostTeams* kThreads)
-    gemm_stream_gated(const __grid_constant__ Gemm g, const __grid_constant__ GatedCast to) {
-  const BlockRows rows = rows_of_gate_and_up(g);
-  Prefetcher<kGroups, RawActivations> prefetcher(g, rows);
-  prefetcher.prefetch_early();
-  after_earlier_kernels();
-  compute<Element::e4m3, kGroups, false>(g, rows, prefetcher, RawActivations(), GatedEnding{to});
-}
-
-template <int kGroups, bool kFp8>
-__global__ void __launch_bounds__(kMostTeams* kThreads)
-    gemm_stream_rotary(const __grid_constant__ Gemm g, const __grid_constant__ Rotary r) {
-  const BlockRows rows = rows_of_head(r.dim);
-  Prefetcher<kGroups, RawActivations> prefetcher(g, rows);
-  prefetcher.prefetch_early();
-  after_earlier_kernels();
-  compute<Element::e4m3, kGroups, false>(g, rows, prefetcher, RawActivations(),
-                                         RotaryEnding<kFp8>(g, rows, r));
+  compute<kElement, kGroups, kInside>(g, rows, prefetcher, From(g, from), Ending(g, rows, to));
 }
 
 template <bool kInside>
@@ -515,31 +577,9 @@ __global__ void __launch_bounds__(kMostTeams* kThreads) grouped_stream(const __g
   const Gemm g = from_row(all.of(expert), before);
   const BlockRows rows = adjacent_rows();
   Prefetcher<kGroupsOfExpert, RawActivations> prefetcher(g, rows);
-  compute<Element::e4m3, kGroupsOfExpert, kInside>(g, rows, prefetcher, RawActivations(), StoreEnding());
-}
-
-// A kernel, and the bytes of dynamic shared memory that each of its warps needs.
-template <class Kernel>
-struct Launched {
-  Kernel* kernel;
-  int bytes;
-};
-
-template <Element kElement, bool kInside>
-auto kernel_for(int m) {
-  using Kernel = Launched<void(Gemm)>;
-  if (m <= 8) return Kernel{gemm_stream<kElement, 1, kInside>, Prefetcher<1, RawActivations>::kBytes};
-  if (m <= 16) return Kernel{gemm_stream<kElement, 2, kInside>, Prefetcher<2, RawActivations>::kBytes};
-  if (m <= 32) return Kernel{gemm_stream<kElement, 4, kInside>, Prefetcher<4, RawActivations>::kBytes};
-  return Kernel{gemm_stream<kElement, 8, kInside>, Prefetcher<8, RawActivations>::kBytes};
-}
-
-auto casting_kernel_for(int m) {
-  using Kernel = Launched<void(Gemm, ToCast)>;
-  if (m <= 8) return Kernel{gemm_stream_casting<1>, Prefetcher<1, CastActivations>::kBytes};
-  if (m <= 16) return Kernel{gemm_stream_casting<2>, Prefetcher<2, CastActivations>::kBytes};
-  if (m <= 32) return Kernel{gemm_stream_casting<4>, Prefetcher<4, CastActivations>::kBytes};
-  return Kernel{gemm_stream_casting<8>, Prefetcher<8, CastActivations>::kBytes};
+  const NoArguments none;
+  compute<Element::e4m3, kGroupsOfExpert, kInside>(g, rows, prefetcher, RawActivations(g, none),
+                                                   StoreEnding(g, rows, none));
 }
 
 // Returns the threads of a block: two teams if there are fewer than three blocks per multiprocessor, K is
@@ -554,51 +594,79 @@ int threads_for(const Gemm& g, const OnDevice& device) {
 
 unsigned blocks_for(const Gemm& g) { return static_cast<unsigned>(ceil_over(g.n, kRows)); }
 
-template <class Kernel, class... A>
-void launch_stream(const Launched<Kernel>& of, const Gemm& g, dim3 grid, const OnDevice& device,
-                   const A&... args) {
-  const int threads = threads_for(g, device);
-  launch_early(of.kernel, grid, threads, threads / 32 * of.bytes, device.stream(), args...);
+template <int kGroups, class From>
+int shared_bytes_for(const Gemm& g, const OnDevice& device) {
+  return threads_for(g, device) / 32 * Prefetcher<kGroups, From>::kBytes + From::shared_bytes(g);
+}
+
+template <Element kElement, int kGroups, bool kInside, class From = RawActivations,
+          class Ending = StoreEnding>
+void launch_stream(const Gemm& g, const OnDevice& device, const typename From::Arguments& from = {},
+                   const typename Ending::Arguments& to = {}) {
+  launch_early(gemm_stream<kElement, kGroups, kInside, From, Ending>, blocks_for(g), threads_for(g, device),
+               shared_bytes_for<kGroups, From>(g, device), device.stream(), g, from, to);
+}
+
+// Launches the kernel for the number of rows.
+template <Element kElement, bool kInside, class From = RawActivations>
+void launch_for_rows(const Gemm& g, const OnDevice& device, const typename From::Arguments& from = {}) {
+  if (g.m <= 8) return launch_stream<kElement, 1, kInside, From>(g, device, from);
+  if (g.m <= 16) return launch_stream<kElement, 2, kInside, From>(g, device, from);
+  if (g.m <= 32) return launch_stream<kElement, 4, kInside, From>(g, device, from);
+  launch_stream<kElement, 8, kInside, From>(g, device, from);
+}
+
+// Launches a kernel that may cast a norm and that does not just store the product.
+template <class Ending>
+void launch_fused(const Gemm& g, const OnDevice& device, const Normed* norm,
+                  const typename Ending::Arguments& to) {
+  if (norm != nullptr) {
+    return launch_stream<Element::e4m3, 1, false, NormedActivations, Ending>(g, device, *norm, to);
+  }
+  if (g.m <= 8) return launch_stream<Element::e4m3, 1, false, RawActivations, Ending>(g, device, {}, to);
+  launch_stream<Element::e4m3, 2, false, RawActivations, Ending>(g, device, {}, to);
 }
 
 }  // namespace
 
 void gemm_skinny(const Gemm& g, const OnDevice& device) {
   const bool inside = g.a_scale.inside() || g.b_scale.inside();
-  launch_stream(inside ? kernel_for<Element::e4m3, true>(g.m) : kernel_for<Element::e4m3, false>(g.m), g,
-                blocks_for(g), device, g);
+  inside ? launch_for_rows<Element::e4m3, true>(g, device) : launch_for_rows<Element::e4m3, false>(g, device);
 }
 
 void gemm_skinny_casting(const Gemm& g, const ToCast& from, const OnDevice& device) {
-  launch_stream(casting_kernel_for(g.m), g, blocks_for(g), device, g, from);
+  launch_for_rows<Element::e4m3, false, CastActivations>(g, device, from);
 }
 
-void gemm_skinny_gated(const Gemm& g, const GatedCast& to, const OnDevice& device) {
-  using Kernel = Launched<void(Gemm, GatedCast)>;
-  const Kernel kernel = g.m <= 8 ? Kernel{gemm_stream_gated<1>, Prefetcher<1, RawActivations>::kBytes}
-                                 : Kernel{gemm_stream_gated<2>, Prefetcher<2, RawActivations>::kBytes};
-  launch_stream(kernel, g, blocks_for(g), device, g, to);
+bool skinny_takes_norm(const Gemm& g, const OnDevice& device) {
+  constexpr int kDeclared = 8 * 1024;  // more than the kernels declare
+  return g.m <= kNormedRows &&
+         shared_bytes_for<1, NormedActivations>(g, device) + kDeclared <= device.shared_bytes();
 }
 
-void gemm_skinny_rotary(const Gemm& g, const Rotary& r, bool fp8, const OnDevice& device) {
-  using Kernel = Launched<void(Gemm, Rotary)>;
-  const Kernel few{fp8 ? gemm_stream_rotary<1, true> : gemm_stream_rotary<1, false>,
-                   Prefetcher<1, RawActivations>::kBytes};
-  const Kernel more{fp8 ? gemm_stream_rotary<2, true> : gemm_stream_rotary<2, false>,
-                    Prefetcher<2, RawActivations>::kBytes};
-  launch_stream(g.m <= 8 ? few : more, g, blocks_for(g), device, g, r);
+void gemm_skinny_normed(const Gemm& g, const Normed& norm, const OnDevice& device) {
+  launch_stream<Element::e4m3, 1, false, NormedActivations>(g, device, norm);
+}
+
+void gemm_skinny_gated(const Gemm& g, const Normed* norm, const GatedCast& to, const OnDevice& device) {
+  launch_fused<GatedEnding>(g, device, norm, to);
+}
+
+void gemm_skinny_rotary(const Gemm& g, const Normed* norm, const Rotary& r, bool fp8,
+                        const OnDevice& device) {
+  fp8 ? launch_fused<RotaryEnding<true>>(g, device, norm, r)
+      : launch_fused<RotaryEnding<false>>(g, device, norm, r);
 }
 
 void grouped_skinny(const Grouped& g, const OnDevice& device) {
   const bool inside = g.all.a_scale.inside() || g.all.b_scale.inside();
-  using Kernel = Launched<void(Grouped)>;
-  const Kernel kernel{inside ? grouped_stream<true> : grouped_stream<false>,
-                      Prefetcher<kGroupsOfExpert, RawActivations>::kBytes};
-  launch_stream(kernel, g.all, dim3(blocks_for(g.all), static_cast<unsigned>(g.total)), device, g);
+  const dim3 grid(blocks_for(g.all), static_cast<unsigned>(g.total));
+  launch_early(inside ? grouped_stream<true> : grouped_stream<false>, grid, threads_for(g.all, device),
+               shared_bytes_for<kGroupsOfExpert, RawActivations>(g.all, device), device.stream(), g);
 }
 
 void gemm_skinny_bf16(const Gemm& g, const OnDevice& device) {
-  launch_stream(kernel_for<Element::bf16, false>(g.m), g, blocks_for(g), device, g);
+  launch_for_rows<Element::bf16, false>(g, device);
 }
 
 }  // namespace fp8serve

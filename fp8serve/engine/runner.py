@@ -296,9 +296,9 @@ class Runner:
         scale = self._scales[layer] if self._scales else None
         scales = (scale.k, scale.v) if scale else (None, None)
         if isinstance(heads, HeadsProduct):
-            return _stored_rotary_mm(  # type: ignore[no-any-return]
-                *heads.operands, *rotation, *self._layer_caches[layer], step.slots, *scales
-            )
+            matrices, norm = heads.operands
+            cache = *self._layer_caches[layer], step.slots, *scales
+            return _stored_rotary_mm(*matrices, *rotation, *cache, *norm)  # type: ignore[no-any-return]
         if self.model.config.latent is None:
             return _rotary_write_kv(*heads, *rotation, *self._layer_caches[layer], step.slots, *scales)  # type: ignore[no-any-return]
         q, k = (rotary(x, *rotation) for x in heads[:2])

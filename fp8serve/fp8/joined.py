@@ -15,13 +15,13 @@ compares the tensors and their addresses to find out.
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.change_tracking import Listener, track_view
-from fp8serve.fp8.frozen import FrozenLinear, multiply
+from fp8serve.fp8.frozen import FrozenLinear, Operands, multiply
 from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0
 from fp8serve.fp8.ops.packing import GROUP, is_packable, pack_into
 
@@ -40,16 +40,6 @@ class _Snapshot(NamedTuple):
         entries = [(layer._buffers, name, layer._buffers[name]) for layer in layers for name in names]
         moved = [tensor for _, name, tensor in entries if tensor is not None and not name.startswith("input_")]
         return cls(entries, [(tensor, tensor.data_ptr()) for tensor in moved])
-
-
-class Operands(NamedTuple):
-    """The operands of a product of a GPU, in the order of the ops: FP8 [M, K] and [N, K], their scales, the bias."""
-
-    q: Tensor
-    weight: Tensor
-    scale_inv: Tensor
-    weight_scale_inv: Tensor
-    bias: Tensor | None
 
 
 class JoinedLinear:
@@ -90,6 +80,8 @@ class JoinedLinear:
 
     def forward_norm(self, x: Tensor, norm_weight: Tensor, eps: float) -> Sequence[Tensor]:
         """Returns the output [M, N_i] of every layer for rms_norm(x [M, K], norm_weight [K], eps)."""
+        if self.can_fuse_product(x):
+            return self.operands_of_norm(x, norm_weight, eps).multiply().split_with_sizes(self.widths, 1)
         return self._multiply(*self.first.cast_norm(x, norm_weight, eps), x.dtype)
 
     def cast_gated(
@@ -101,7 +93,7 @@ class JoinedLinear:
         is_gated = len(self.widths) == 2 and self.widths[0] == self.widths[1]
         if not is_gated or not self.can_fuse_product(x) or not linear.can_cast_product(x):
             return None
-        return linear.cast_gated_product(*self.operands_of_norm(x, norm_weight, eps))
+        return linear.cast_gated_product(self.operands_of_norm(x, norm_weight, eps))
 
     def can_fuse_product(self, x: Tensor) -> bool:
         """Returns whether an op of a GPU may multiply inputs like x and do more with the product."""
@@ -109,14 +101,17 @@ class JoinedLinear:
 
     def operands(self, x: Tensor) -> Operands:
         """Returns the operands for the input x [M, K]."""
-        return self._operands(*self.first.cast(x))
+        return self._operands(*self.first.cast(x), ())
 
     def operands_of_norm(self, x: Tensor, norm_weight: Tensor, eps: float) -> Operands:
-        """Returns the operands for the input rms_norm(x [M, K], norm_weight [K], eps)."""
-        return self._operands(*self.first.cast_norm(x, norm_weight, eps))
+        """Returns the operands for the input rms_norm(x [M, K], norm_weight [K], eps), not cast yet if possible."""
+        norm = self.first.norm_arguments(norm_weight, eps)
+        if not norm:
+            return self._operands(*self.first.cast_norm(x, norm_weight, eps), ())
+        return self._operands(x, self.first.input_scale_inv, norm)  # type: ignore[arg-type]  # not None
 
-    def _operands(self, q: Tensor, scale_inv: Tensor) -> Operands:
-        return Operands(q, self.weight, scale_inv, self.scale, self.bias)
+    def _operands(self, a: Tensor, scale_inv: Tensor, norm: tuple[Any, ...]) -> Operands:
+        return Operands((a, self.weight, scale_inv, self.scale, self.bias), norm)
 
     def _multiply(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
         dtype = self.first.out_dtype or dtype

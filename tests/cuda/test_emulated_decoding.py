@@ -97,6 +97,15 @@ def test_a_fused_kernel_that_is_off_costs_a_launch(kernel: str, monkeypatch: pyt
 
 
 @pytest.mark.emulator
+def test_a_decoder_layer_takes_six_launches_if_products_cast_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_emulated_kernels(monkeypatch)
+    emulated.ops().gemm_kernels(torch.zeros(1), "none")
+    layer = launches_of_a_layer(monkeypatch)
+    assert layer.total() == LAUNCHES_OF_A_LAYER - 2, layer
+    assert layer["memset"] == 0
+
+
+@pytest.mark.emulator
 def test_products_with_a_long_k_take_one_launch() -> None:
     """K is 4096, with a residual for one and for 64 rows, and for rows of experts."""
     gpu, one = emulated.emulator(), torch.tensor(1.0)

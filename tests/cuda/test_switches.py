@@ -4,6 +4,8 @@ On a CPU, torch's scaled_mm replaces cuBLASLt; it has the same arguments, so the
 """
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from fp8serve.fp8.ops import Case, cases, reference
 from fp8serve.fp8.ops.attention import rotary_mm_case
+from fp8serve.fp8.ops.gemm import normed_case
 from fp8serve.fp8.selfcheck.agreement import flatten_tensors
 from tests.csrc.helpers import FORMATS, assert_bits_equal, tame
 from tests.cuda import emulated
@@ -190,6 +193,57 @@ def test_rotary_in_the_epilogue_has_the_same_bits_for_every_number_of_tokens(
         found, expected = results_with_and_without(switched, "rotary", "stored_rotary_mm", Case("", make), chip)
         for one, wanted in zip(found, expected, strict=True):
             assert_bits_equal(one, wanted)
+
+
+STORED = ("stored_mm", "stored_gated_mm", "stored_rotary_mm")
+
+
+@CHIPS
+@pytest.mark.parametrize(
+    ("op", "case"), [(op, normed_case(case)) for op in STORED for case in cases(op)[::2]], ids=lambda x: str(x)[:60]
+)
+def test_a_product_that_casts_a_norm_has_the_same_bits(switched: Kernels, op, case, chip) -> None:
+    """Also compares all counters, and the caches."""
+    found, expected = results_with_and_without(switched, "normed", op, case, chip)
+    for one, wanted in zip(found, expected, strict=True):
+        assert_bits_equal(one, wanted)
+
+
+@CHIPS
+@pytest.mark.parametrize("inputs", [16, 512, 528, 2048, 4112])
+def test_a_norm_in_the_prologue_has_the_same_bits_for_every_size(switched: Kernels, inputs: int, chip) -> None:
+    """A warp sums the squares of up to 512 inputs, and eight warps those of more. Some values are NaN or infinite."""
+
+    def make(tokens: int, unaligned: bool) -> tuple[Any, ...]:
+        one = torch.tensor(1.0)
+        a, b = (torch.ones(rows, inputs).to(E4M3) for rows in (tokens, 40))
+        x, *rest = normed_case(Case("", lambda: (a, b, one, one, None, BF16))).make()
+        x[-1, 0] = torch.inf if tokens == 3 else torch.nan if tokens == 4 else 7.0
+        if unaligned:
+            x = torch.cat([x[:, :1], x], 1)[:, 1:]
+        return x, *rest
+
+    for tokens, unaligned in product(range(1, 6), (False, True)):
+        case = Case("", partial(make, tokens, unaligned))
+        found, expected = results_with_and_without(switched, "normed", "stored_mm", case, chip)
+        for one, wanted in zip(found, expected, strict=True):
+            assert_bits_equal(one, wanted)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("op", STORED)
+def test_a_norm_of_few_rows_takes_no_launch(op: str) -> None:
+    """Of five rows it takes one, and where rows or the weight are unaligned."""
+    gpu, here = emulated.emulator(), torch.zeros(1)
+    case = next(case for case in cases(op) if len(case.make()[0]) in (1, 2, 3) and case.make()[0].shape[1] % 16 == 0)
+    x, *arguments = normed_case(case).make()
+    launches = []
+    for off, input in (("normed", x), ("none", x), ("none", torch.cat([x[:, :1], x], 1)[:, 1:])):
+        gpu.ops.gemm_kernels(here, off)
+        gpu.launches()
+        getattr(gpu.ops, op)(input, *arguments)
+        launches.append(len(gpu.launches()))
+    assert launches == [2, 1, 2]
 
 
 def test_rotary_in_the_epilogue_skips_slots_outside_of_the_cache(switched: Kernels) -> None:

@@ -268,11 +268,12 @@ def stored_rotary_mm(
     slots: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    *norm: Any,
 ) -> Tensor:
     """Multiplies a [T, K] by b [N, K] as stored_mm does, with BF16 output. The output has the heads of queries, then
     those of keys and values, as many as the caches have. Returns rotary_write_kv of them."""
     kv_heads, dim = k_cache.shape[2:]
-    y = ops.stored_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.bfloat16).view(len(a), -1, dim)
+    y = ops.stored_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.bfloat16, *norm).view(len(a), -1, dim)
     q, k, v = y.split_with_sizes((y.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
     return ops.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, slots, k_scale, v_scale)  # type: ignore[no-any-return]
 
@@ -314,7 +315,10 @@ def _rotary_mm_cases() -> list[Case]:
 
 define_composed(
     "stored_rotary_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor cos, Tensor sin,"
-    " Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? k_scale, Tensor? v_scale) -> Tensor",
+    " Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? k_scale, Tensor? v_scale,"
+    " Tensor? norm_weight=None, float? eps=None,"
+    " Tensor? norm_scale=None, Tensor(c!)? norm_amax=None, Tensor(d!)? norm_saturated=None,"
+    " Tensor? norm_rows=None) -> Tensor",
     stored_rotary_mm,
     fake=_fake_rotary_mm,
     cases=_rotary_mm_cases,

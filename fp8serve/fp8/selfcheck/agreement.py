@@ -133,9 +133,9 @@ def _sums_of_magnitudes(op: str, arguments: Arguments) -> list[Tensor | None]:
 
 def _rotated_magnitudes(*arguments: Any) -> list[Tensor | None]:
     """Returns the sums for the queries, None for each operand, and the sums for the caches of keys and values."""
-    *operands, _, _, k_cache, v_cache, slots, k_scale, v_scale = arguments
+    *operands, _, _, k_cache, v_cache, slots, k_scale, v_scale = arguments[:12]
     kv_heads, dim = k_cache.shape[2:]
-    sums = _run_with_magnitudes("stored_mm", (*operands, torch.float32)).view(len(slots), -1, dim)
+    sums = _run_with_magnitudes("stored_mm", (*operands, torch.float32, *arguments[12:])).view(len(slots), -1, dim)
     q, k, v = sums.split_with_sizes((sums.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
     q, k = (x + x.roll(dim // 2, -1) for x in (q, k))  # a rotation adds the elements of a pair
     caches = [torch.zeros(cache.shape, dtype=torch.float64) for cache in (k_cache, v_cache)]

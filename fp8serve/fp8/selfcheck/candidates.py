@@ -9,6 +9,7 @@ Every op of a library is a candidate, named like the op. If an op has several ke
                                             two kernels can overlap
     stored_gated_mm.gated                   the skinny kernel that casts the product of gate and up
     stored_rotary_mm.rotary                 the skinny kernel that rotates queries and keys and writes the caches
+    stored_mm.normed, ...                   the skinny kernels that cast the norm that they multiply
     stored_mm.early_weights                 like scaled_mm.overlap, and the second kernel reads its weight while the
                                             first still runs
     quantize.avx2                           the variant of an op for CPUs whose best feature is AVX2
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.attention import prompt_case
-from fp8serve.fp8.ops.gemm import mm_case
+from fp8serve.fp8.ops.gemm import mm_case, normed_case
 from fp8serve.fp8.ops.grouped import grouped_case, wgrad_case
 from fp8serve.fp8.ops.libraries import cpu_kernels
 from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for, use_default_kernel
@@ -124,6 +125,9 @@ def gpu_candidates(ops: Any) -> Iterator[Candidate]:
     for op, switch in (("stored_gated_mm", "gated"), ("stored_rotary_mm", "rotary")):
         run = partial(_run_with, ops, {switch}, getattr(ops, op))
         yield Candidate(f"{op}.{switch}", op, run, sample_cases(gpu_cases(op)))
+    for op in ("stored_mm", "stored_gated_mm", "stored_rotary_mm"):
+        run = partial(_run_with, ops, {"gated", "rotary", "normed"}, getattr(ops, op))
+        yield Candidate(f"{op}.normed", op, run, [normed_case(case) for case in sample_cases(gpu_cases(op))])
     enabled = {"overlap", "early_weights"}
     run = partial(_run_overlapping, ops, enabled, partial(_quantize_and_multiply, ops.stored_mm))
     yield Candidate("stored_mm.early_weights", "stored_mm", run, sample_cases(gpu_cases("stored_mm")))
@@ -269,7 +273,9 @@ _SWITCHES |= dict.fromkeys(OVERLAP, "overlap")
 _SWITCHES["stored_mm.early_weights"] = "early_weights"
 _SWITCHES["stored_gated_mm.gated"] = "gated"
 _SWITCHES["stored_rotary_mm.rotary"] = "rotary"
-SEPARATE = (*OVERLAP, "stored_mm.early_weights", "stored_gated_mm.gated", "stored_rotary_mm.rotary")
+NORMED = ("stored_mm.normed", "stored_gated_mm.normed", "stored_rotary_mm.normed")
+_SWITCHES |= dict.fromkeys(NORMED, "normed")
+SEPARATE = (*OVERLAP, "stored_mm.early_weights", "stored_gated_mm.gated", "stored_rotary_mm.rotary", *NORMED)
 """Candidates that test a switch alone: while other candidates run, these switches are off."""
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.change_tracking import track_children
 from fp8serve.fp8.elementwise import gelu_tanh_mul, silu_mul
-from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.frozen import FrozenLinear, Operands
 from fp8serve.fp8.fused import NormParameters, project_normed, run_gated_mlp
-from fp8serve.fp8.joined import JoinedLinear, Operands, can_join
+from fp8serve.fp8.joined import JoinedLinear, can_join
 from fp8serve.fp8.shared_input import SharedInput
 from fp8serve.model.config.model_config import Activation
 from fp8serve.model.network.norms import RMSNorm

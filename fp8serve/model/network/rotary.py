@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
-from fp8serve.fp8.frozen import multiply
-from fp8serve.fp8.joined import Operands
+from fp8serve.fp8.frozen import Operands
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope, QueryScaling, Rope, RopeScaling
 
@@ -33,9 +32,8 @@ class HeadsProduct:
     head_dim: int
 
     def __iter__(self) -> Iterator[Tensor]:
-        q, weight, scale_inv, weight_scale_inv, bias = self.operands
-        y = multiply(q, scale_inv, weight, weight_scale_inv, bias, torch.bfloat16)
-        return (part.view(len(part), -1, self.head_dim) for part in y.split_with_sizes(list(self.widths), 1))
+        parts = self.operands.multiply().split_with_sizes(list(self.widths), 1)
+        return (part.view(len(part), -1, self.head_dim) for part in parts)
 
 
 Heads = tuple[Tensor, Tensor, Tensor] | HeadsProduct  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
