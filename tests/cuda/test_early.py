@@ -43,7 +43,7 @@ def test_every_launch_of_a_decoding_step_is_early_if_the_chip_supports_it(
     gpu.starts()
     step(0)
     found = gpu.starts()
-    assert len(found) >= 2 * LAUNCHES_OF_A_LAYER
+    assert len(found) >= 2 * (LAUNCHES_OF_A_LAYER - 2)  # norms are cast by products, because all switches are on
     assert {early for _, early in found} == {chip != "Ada" and off == "none"}, found
 
 
