@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_experts, gpu_tiles
-from benchmarks.gpu_switches import without
+from benchmarks.gpu_switches import including, without
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.fp8 import ops
 from fp8serve.fp8.ops import reference
@@ -44,7 +44,7 @@ GEMMS = {  # (M, N, K): the predicted speed of ours over cuBLASLt's
 PREFILL = {BF16: (250.0, 330.0), E4M3: (220.0, 300.0)}  # cache: (TFLOP/s promised, predicted)
 OTHER_GEMMS = [(256, 4096, 4096), (8192, 28672, 8192)]
 SKINNY = [(1, 4096, 4096), (1, 28672, 8192), (16, 28672, 8192), (16, 8192, 28672), (64, 28672, 8192)]
-DECODE_SWITCHES = ("overlap", "early_weights", "gated")  # of gemm_switches.h, each measured by itself
+DECODE_SWITCHES = ("overlap", "early_weights", "gated", "rotary")  # of gemm_switches.h, each measured by itself
 LINEARS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # of a layer of Llama 8B: out, in features
 
 
@@ -373,6 +373,9 @@ def decode(bench: Bench) -> Iterator[Row]:
         with without(switch, bench.device):
             slower = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
         yield {"what": f"decode 1.1B batch 1, without {switch}", "us": slower * 1e6, "of all": slower / took}
+    with including("normed", bench.device):
+        other = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
+    yield {"what": "decode 1.1B batch 1, with normed", "us": other * 1e6, "of all": other / took}
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------

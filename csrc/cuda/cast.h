@@ -179,6 +179,13 @@ __device__ __forceinline__ float lanes_max(float value) {
   return value;
 }
 
+// Returns, in every lane, the sum over the warp, in a fixed order.
+__device__ __forceinline__ float lanes_sum(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+}
+
 // Returns, in every thread, the largest value of a block of up to 1024 threads. `memory` holds 32 floats.
 __device__ __forceinline__ float block_max(float value, float* memory) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
@@ -191,14 +198,10 @@ __device__ __forceinline__ float block_max(float value, float* memory) {
 // Returns, in every thread, the sum over the block, in a fixed order. `memory` holds 32 floats.
 __device__ __forceinline__ float block_sum(float value, float* memory) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  value = lanes_sum(value);
   if (lane == 0) memory[warp] = value;
   __syncthreads();
-  float total = lane < warps ? memory[lane] : 0.0f;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(kAllLanes, total, step);
-  return total;
+  return lanes_sum(lane < warps ? memory[lane] : 0.0f);
 }
 
 // Sets *amax to the larger of *amax and value. Both must be >= 0, so that their bits have the same order.

@@ -1,6 +1,6 @@
 // The ops between two GEMMs of a decoder layer, each with one read and one write of its data:
-// rms_norm_quantize, layer_norm_quantize, silu_mul_quantize, rotary_write_kv, and quantize_transpose for
-// GEMMs that contract the other dimension.
+// rms_norm_quantize, layer_norm_quantize, silu_mul_quantize, and quantize_transpose for GEMMs that contract
+// the other dimension.
 //
 // They round where the separate ops round (an intermediate of a BF16 model is BF16), so a layer gives the
 // same numbers fused or not. The mean of squares and the exponential may differ in their last bit
@@ -162,71 +162,6 @@ __global__ void record(const float* amax, const float* scale, float* staged, flo
   *scale_inv = inverse_of(*scale, *amax, infinity_is_nan);
 }
 
-// --- rotary embedding and cache
-// -----------------------------------------------------------------------------------------
-
-struct Rotary {
-  Heads q, k, v;
-  const void *cos, *sin;  // [tokens, dim]
-  void *out, *k_cache, *v_cache;
-  const float *k_scale, *v_scale;  // null for 1
-  const int64_t* slots;            // [tokens]; tokens with slots outside of [0, capacity) are not cached
-  int64_t capacity;
-  int dim;
-
-  __host__ __device__ int heads() const { return q.count + k.count + v.count; }
-  __host__ __device__ uint32_t pieces_of_head() const { return (dim / 2 + kChunk - 1) / kChunk; }
-};
-constexpr int kRotaryThreads = 128;
-
-// Writes eight pairs of a head to the cache. head: where the head begins there, in elements.
-template <class U, bool kFp8, bool kAligned>
-__device__ __forceinline__ void write_cache(const Pairs& x, void* cache, int64_t head, int64_t begin,
-                                            int64_t half, const float* scale_in) {
-  if constexpr (kFp8) {
-    const float scale = scale_in == nullptr ? 1.0f : *scale_in;
-    uint8_t* to = static_cast<uint8_t*>(cache) + head;
-    store_chunk<kAligned>(encode_chunk<U>(x.first, scale), to, begin, half);
-    store_chunk<kAligned>(encode_chunk<U>(x.second, scale), to + half, begin, half);
-  } else {
-    store_pairs<kAligned>(x, static_cast<U*>(cache) + head, begin, half);
-  }
-}
-
-// A thread handles eight pairs of a head of a token. Heads are numbered: those of q, then those of k, then
-// those of v.
-template <class T, class U, bool kFp8, bool kAligned>
-__global__ void __launch_bounds__(kRotaryThreads) rotate_and_write(const __grid_constant__ Rotary r) {
-  after_earlier_kernels();
-  const int64_t token = blockIdx.x, half = r.dim / 2;
-  const uint32_t piece = blockIdx.y * kRotaryThreads + threadIdx.x, per_head = r.pieces_of_head();
-  int head = static_cast<int>(piece / per_head);
-  const int64_t begin = static_cast<int64_t>(piece % per_head) * kChunk;
-  if (head >= r.heads()) return;
-  const Pairs cos = load_pairs<kAligned>(static_cast<const T*>(r.cos) + token * r.dim, begin, half),
-              sin = load_pairs<kAligned>(static_cast<const T*>(r.sin) + token * r.dim, begin, half);
-  const auto load = [&](const Heads& heads) {
-    const T* from = static_cast<const T*>(heads.from) + token * heads.token_stride + head * r.dim;
-    return load_pairs<kAligned>(from, begin, half);
-  };
-  if (head < r.q.count) {
-    T* to = static_cast<T*>(r.out) + (token * r.q.count + head) * r.dim;
-    store_pairs<kAligned>(rotated<T>(load(r.q), cos, sin), to, begin, half);
-    return;
-  }
-  const int64_t slot = r.slots[token];
-  if (slot < 0 || slot >= r.capacity) return;
-  head -= r.q.count;
-  if (head < r.k.count) {
-    const Pairs x = rotated<T>(load(r.k), cos, sin);
-    write_cache<U, kFp8, kAligned>(x, r.k_cache, (slot * r.k.count + head) * r.dim, begin, half, r.k_scale);
-  } else {
-    head -= r.k.count;
-    write_cache<U, kFp8, kAligned>(load(r.v), r.v_cache, (slot * r.v.count + head) * r.dim, begin, half,
-                                   r.v_scale);
-  }
-}
-
 // --- ops
 // ------------------------------------------------------------------------------------------------------------
 
@@ -348,77 +283,6 @@ std::tuple<Tensor, Tensor, Tensor> quantize_delayed(const Tensor& x, const Tenso
   return {q, q_t, recorded(amax, scale, history, infinity_is_nan, device)};
 }
 
-const float* scale_of(const DeviceContract& check, const char* name, const std::optional<Tensor>& scale) {
-  if (!scale) return nullptr;
-  check.tensor(name, *scale, {ScalarType::Float}, {});
-  return data<const float>(*scale);
-}
-
-void launch_rotary(const Rotary& r, int64_t tokens, ScalarType element, ScalarType cache, bool fast,
-                   Stream stream) {
-  const int64_t pieces = r.heads() * r.pieces_of_head();
-  const dim3 grid(static_cast<unsigned>(tokens), static_cast<unsigned>(ceil_over(pieces, kRotaryThreads)));
-  const auto go = [&](auto elem, auto target, auto fp8) {
-    using T = typename decltype(elem)::type;
-    using U = typename decltype(target)::type;
-    launch_early(fast ? rotate_and_write<T, U, fp8.value, true> : rotate_and_write<T, U, fp8.value, false>,
-                 grid, kRotaryThreads, 0, stream, r);
-  };
-  with_element(element, [&](auto elem) {
-    if (is_fp8(cache)) {
-      with_format(cache, [&](auto format) { go(elem, format, std::true_type{}); });
-    } else {
-      with_element(cache, [&](auto target) { go(elem, target, std::false_type{}); });
-    }
-  });
-}
-
-Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos_in,
-                       const Tensor& sin_in, const Tensor& k_cache, const Tensor& v_cache,
-                       const Tensor& slots_in, const std::optional<Tensor>& k_scale,
-                       const std::optional<Tensor>& v_scale) {
-  const DeviceContract check("rotary_write_kv", q);
-  check.rank("q", q, 3);
-  check.rank("k", k, 3);
-  check.rank("k_cache", k_cache, 4);
-  const Size t{"T", q.size(0)}, heads{"heads", q.size(1)}, dim{"D", q.size(2)},
-      kv_heads{"kv_heads", k.size(1)};
-  const Size blocks{"blocks", k_cache.size(0)}, size{"block_size", k_cache.size(1)};
-  const auto same = {q.scalar_type()};
-  check.tensor("q", q, kHigh, {t, heads, dim});
-  check.tensor("k", k, same, {t, kv_heads, dim});
-  check.tensor("v", v, same, {t, kv_heads, dim});
-  check.tensor("cos", cos_in, same, {t, exactly(1), dim});
-  check.tensor("sin", sin_in, same, {t, exactly(1), dim});
-  check.tensor("k_cache", k_cache, kStored, {blocks, size, kv_heads, dim});
-  check.tensor("v_cache", v_cache, {k_cache.scalar_type()}, {blocks, size, kv_heads, dim});
-  check.require(k_cache.is_contiguous(), "k_cache", "must be contiguous, because it is written in place");
-  check.require(v_cache.is_contiguous(), "v_cache", "must be contiguous, because it is written in place");
-  check.tensor("slots", slots_in, {ScalarType::Long}, {t});
-  check.require(dim.value() % 2 == 0, "q", "head_dim is ", dim.value(), ", must be even");
-  const OnDevice device(q);
-  const Tensor cos = dense(cos_in), sin = dense(sin_in), slots = dense(slots_in);
-  const HeadsOf from_q(q), from_k(k), from_v(v);
-  Tensor out = empty(q, {t.value(), heads.value(), dim.value()}, q.scalar_type());
-  if (out.numel() == 0) return out;
-  const Rotary r{.q = from_q.heads,
-                 .k = from_k.heads,
-                 .v = from_v.heads,
-                 .cos = cos.data_ptr(),
-                 .sin = sin.data_ptr(),
-                 .out = out.data_ptr(),
-                 .k_cache = k_cache.data_ptr(),
-                 .v_cache = v_cache.data_ptr(),
-                 .k_scale = scale_of(check, "k_scale", k_scale),
-                 .v_scale = scale_of(check, "v_scale", v_scale),
-                 .slots = data<const int64_t>(slots),
-                 .capacity = blocks.value() * size.value(),
-                 .dim = static_cast<int>(dim.value())};
-  const bool fast = fast_pairs(r.dim, {r.q, r.k, r.v}, {r.cos, r.sin, r.k_cache, r.v_cache});
-  launch_rotary(r, t.value(), q.scalar_type(), k_cache.scalar_type(), fast, device.stream());
-  return out;
-}
-
 }  // namespace
 
 void check_history(const DeviceContract& check, const char* name, const std::optional<Tensor>& history) {
@@ -474,5 +338,4 @@ STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
   m.impl("silu_mul_quantize", TORCH_BOX(&fp8serve::silu_mul_quantize));
   m.impl("quantize_transpose", TORCH_BOX(&fp8serve::quantize_transpose));
   m.impl("quantize_delayed", TORCH_BOX(&fp8serve::quantize_delayed));
-  m.impl("rotary_write_kv", TORCH_BOX(&fp8serve::rotary_write_kv));
 }

@@ -30,6 +30,7 @@
 #include "cuda/chips.h"
 #include "cuda/gemm.h"
 #include "cuda/gemm_bf16.h"
+#include "cuda/gemm_skinny.h"
 #include "cuda/gemm_switches.h"
 #include "cuda/gemm_tiles.h"
 #include "cuda/gemm_torch.h"
@@ -219,21 +220,96 @@ Gemm with_stored(Gemm g, const Tensor& weights) {
   return g;
 }
 
+// The arguments of an op whose input is x: the product multiplies the watched cast of its norm. Without a
+// weight the input is FP8.
+struct NormArguments {
+  const std::optional<Tensor>& weight;
+  std::optional<double> eps;
+  const std::optional<Tensor>&scale, &seen, &saturated, &rows;
+};
+
+// The left operand of a product with stored weights.
+class StoredInput {
+ public:
+  StoredInput(const DeviceContract& check, const Tensor& a, const NormArguments& norm)
+      : q(norm.weight ? empty_cast(check, a, norm) : a), x_(a), norm_(norm) {
+    const bool is_padded = a.size(1) % 16 != 0;  // with_gemm copies q before multiply() is called
+    if (norm.weight && is_padded && a.numel() > 0) cast(OnDevice(a)), is_cast_ = true;
+  }
+  // Returns the norm that the skinny kernel shall cast itself. Otherwise casts it, if there is one.
+  std::optional<Normed> norm_or_cast(const Gemm& g, const OnDevice& device) const {
+    if (!norm_.weight || is_cast_) return std::nullopt;
+    const Rows rows = rows_of(x_);
+    const Tensor& weight = *norm_.weight;
+    if (gemm_switches.on(GemmKernel::normed) && x_.scalar_type() == ScalarType::BFloat16 &&
+        rows.held.data_ptr() == x_.data_ptr() && fast_rows(rows) && weight.is_contiguous() &&
+        aligned(weight.data_ptr(), 16) && !g.b_scale.inside() && skinny_is_first(g, device) &&
+        skinny_takes_norm(g, device)) {
+      return Normed{.x = data<BF16>(x_),
+                    .stride = rows.stride,
+                    .weight = data<BF16>(weight),
+                    .eps = static_cast<float>(*norm_.eps),
+                    .scale = data<float>(*norm_.scale),
+                    .out = counters(*norm_.seen, *norm_.saturated, norm_.rows)};
+    }
+    cast(device);
+    return std::nullopt;
+  }
+
+  const Tensor q;  // FP8; without a value before norm_or_cast()
+
+ private:
+  static Tensor empty_cast(const DeviceContract& check, const Tensor& x, const NormArguments& norm) {
+    check.require(norm.eps && norm.scale && norm.seen && norm.saturated, "norm_weight",
+                  "needs eps, norm_scale, norm_amax and norm_saturated");
+    check_watched(check, x, norm.weight, norm.eps, *norm.scale, *norm.seen, *norm.saturated, norm.rows);
+    return empty(x, {x.size(0), x.size(1)}, ScalarType::Float8_e4m3fn);
+  }
+  void cast(const OnDevice& device) const {
+    cast_norm(x_, *norm_.weight, *norm_.eps, *norm_.scale, q,
+              counters(*norm_.seen, *norm_.saturated, norm_.rows), device);
+  }
+  const Tensor& x_;
+  const NormArguments norm_;
+  bool is_cast_ = false;
+};
+
+// Multiplies without doing more than the product.
+void multiply_stored(const Gemm& g, const std::optional<Normed>& norm, const OnDevice& device,
+                     const Product& p) {
+  if (norm) return gemm_skinny_normed(g, *norm, device);
+  if (!run(g, device, p)) gemm_reference(p);
+}
+
 Tensor stored_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
-                 const std::optional<Tensor>& bias, ScalarType out_dtype) {
+                 const std::optional<Tensor>& bias, ScalarType out_dtype,
+                 const std::optional<Tensor>& norm_weight, const std::optional<double>& eps,
+                 const std::optional<Tensor>& norm_scale, const std::optional<Tensor>& norm_seen,
+                 const std::optional<Tensor>& norm_saturated, const std::optional<Tensor>& norm_rows) {
   const DeviceContract check("stored_mm", a);
   check_high(check, out_dtype);
-  return with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype,
-                   [&](const Gemm& g, const OnDevice& device, const Product& p) {
-                     if (!run(with_stored(g, b), device, p)) gemm_reference(p);
+  check.rank("a", a, 2);
+  const StoredInput input(check, a, {norm_weight, eps, norm_scale, norm_seen, norm_saturated, norm_rows});
+  return with_gemm(check, {input.q, b, a_scale, b_scale, bias}, out_dtype,
+                   [&](const Gemm& plain, const OnDevice& device, const Product& p) {
+                     const Gemm g = with_stored(plain, b);
+                     multiply_stored(g, input.norm_or_cast(g, device), device, p);
                    });
+}
+
+// Returns whether the skinny kernel multiplies and can do more with the product than store it.
+bool takes_ending(const Gemm& g, const OnDevice& device) {
+  return g.m <= kEndingRows && !g.a_scale.inside() && !g.b_scale.inside() && skinny_is_first(g, device);
 }
 
 // stored_mm with the joined weights of gate and up, then the watched cast of silu(gate) * up: in one launch
 // if the skinny kernel multiplies.
 Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                        const std::optional<Tensor>& bias, const Tensor& scale, const Tensor& seen,
-                       const Tensor& saturated, const std::optional<Tensor>& rows) {
+                       const Tensor& saturated, const std::optional<Tensor>& rows,
+                       const std::optional<Tensor>& norm_weight, const std::optional<double>& eps,
+                       const std::optional<Tensor>& norm_scale, const std::optional<Tensor>& norm_seen,
+                       const std::optional<Tensor>& norm_saturated, const std::optional<Tensor>& norm_rows) {
   const DeviceContract check("stored_gated_mm", a);
   check.rank("a", a, 2);
   check.rank("b", b, 2);
@@ -242,24 +318,79 @@ Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, 
   check.tensor("seen", seen, {ScalarType::Float}, {});
   check.tensor("saturated", saturated, {ScalarType::Long}, {});
   if (rows) check.tensor("rows", *rows, {ScalarType::Long}, {});
+  const StoredInput input(check, a, {norm_weight, eps, norm_scale, norm_seen, norm_saturated, norm_rows});
   const int64_t width = b.size(0) / 2;
   const Tensor q = empty(a, {a.size(0), width}, ScalarType::Float8_e4m3fn);
   const CastCounters out = counters(seen, saturated, rows);
   bool done = q.numel() == 0;
   const auto multiply = [&](Gemm g, const OnDevice& device, const Product& p) {
     g = with_stored(g, b);
-    const bool fits = g.m <= kGatedRows && g.n % 32 == 0 && !g.a_scale.inside() && !g.b_scale.inside();
-    if (fits && skinny_is_first(g, device) && gemm_switches.on(GemmKernel::gated)) {
-      gemm_skinny_gated(g, {data<uint8_t>(q), data<const float>(scale), out}, device);
+    const std::optional<Normed> norm = input.norm_or_cast(g, device);
+    if (g.n % 16 == 0 && takes_ending(g, device) && gemm_switches.on(GemmKernel::gated)) {
+      const GatedCast to{data<uint8_t>(q), data<const float>(scale), out};
+      gemm_skinny_gated(g, norm ? &*norm : nullptr, to, device);
       done = true;
-    } else if (!run(g, device, p)) {
-      gemm_reference(p);
+    } else {
+      multiply_stored(g, norm, device, p);
     }
   };
-  Tensor y = with_gemm(check, {a, b, a_scale, b_scale, bias}, ScalarType::BFloat16, multiply);
+  Tensor y = with_gemm(check, {input.q, b, a_scale, b_scale, bias}, ScalarType::BFloat16, multiply);
   if (!done) {
     cast_gated(torch::stable::narrow(y, 1, 0, width), torch::stable::narrow(y, 1, width, width), scale, q,
                out, OnDevice(a));
+  }
+  return q;
+}
+
+// stored_mm with the joined weights of queries, keys and values, then rotary_write_kv: in one launch if the
+// skinny kernel multiplies and the caches are BF16 or E4M3.
+Tensor stored_rotary_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                        const std::optional<Tensor>& bias, const Tensor& cos, const Tensor& sin,
+                        const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots,
+                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                        const std::optional<Tensor>& norm_weight, const std::optional<double>& eps,
+                        const std::optional<Tensor>& norm_scale, const std::optional<Tensor>& norm_seen,
+                        const std::optional<Tensor>& norm_saturated, const std::optional<Tensor>& norm_rows) {
+  const DeviceContract check("stored_rotary_mm", a);
+  check.rank("a", a, 2);
+  check.rank("b", b, 2);
+  check.rank("k_cache", k_cache, 4);
+  const Size t{"T", a.size(0)}, kv_heads{"kv_heads", k_cache.size(2)}, dim{"D", k_cache.size(3)};
+  const int64_t q_width = b.size(0) - 2 * kv_heads.value() * dim.value();
+  check.require(dim.value() > 0 && dim.value() % 2 == 0, "k_cache", "has heads of ", dim.value(),
+                ", must be an even number");
+  check.require(
+      q_width > 0 && q_width % dim.value() == 0, "b", "has ", b.size(0),
+      " rows, must be those of whole heads of queries, and of the caches' heads of keys and values");
+  const RotaryTarget to = rotary_target(check, {cos, sin, k_cache, v_cache, slots, k_scale, v_scale},
+                                        ScalarType::BFloat16, t, kv_heads, dim);
+  const StoredInput input(check, a, {norm_weight, eps, norm_scale, norm_seen, norm_saturated, norm_rows});
+  const int64_t heads = q_width / dim.value(), kv = kv_heads.value();
+  const Tensor q = empty(a, {t.value(), heads, dim.value()}, ScalarType::BFloat16);
+  const bool fits =
+      dim.value() % 16 == 0 && (to.cache == ScalarType::BFloat16 || to.cache == ScalarType::Float8_e4m3fn);
+  bool done = q.numel() == 0;
+  const auto multiply = [&](Gemm g, const OnDevice& device, const Product& p) {
+    g = with_stored(g, b);
+    const std::optional<Normed> norm = input.norm_or_cast(g, device);
+    if (fits && takes_ending(g, device) && gemm_switches.on(GemmKernel::rotary)) {
+      Rotary r = to.rotary;
+      r.q.count = static_cast<int>(heads);
+      r.k.count = r.v.count = static_cast<int>(kv);
+      r.out = q.data_ptr();
+      gemm_skinny_rotary(g, norm ? &*norm : nullptr, r, is_fp8(to.cache), device);
+      done = true;
+    } else {
+      multiply_stored(g, norm, device, p);
+    }
+  };
+  const Tensor y = with_gemm(check, {input.q, b, a_scale, b_scale, bias}, ScalarType::BFloat16, multiply);
+  if (!done) {
+    Tensor all = torch::stable::view(y, {t.value(), heads + 2 * kv, dim.value()});
+    const auto part = [&](int64_t first, int64_t count) {
+      return torch::stable::narrow(all, 1, first, count);
+    };
+    rotate_and_write(to, part(0, heads), part(heads, kv), part(heads + kv, kv), q, OnDevice(a));
   }
   return q;
 }
@@ -446,6 +577,7 @@ STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
   m.impl("scaled_mm", TORCH_BOX(&fp8serve::scaled_mm));
   m.impl("stored_mm", TORCH_BOX(&fp8serve::stored_mm));
   m.impl("stored_gated_mm", TORCH_BOX(&fp8serve::stored_gated_mm));
+  m.impl("stored_rotary_mm", TORCH_BOX(&fp8serve::stored_rotary_mm));
   m.impl("scaled_mm_by", TORCH_BOX(&fp8serve::scaled_mm_by));
   m.impl("gemm_kernels", TORCH_BOX(&fp8serve::gemm_kernels));
   m.impl("scaled_mm_quantize", TORCH_BOX(&fp8serve::scaled_mm_quantize));

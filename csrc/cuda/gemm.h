@@ -59,21 +59,6 @@ struct Gemm {
   bool stored = false;  // the preceding kernel does not write b: the skinny kernel may read b while that runs
 };
 
-// BF16 activations that the skinny kernel casts to E4M3 as it loads them, and counts in `out`.
-struct ToCast {
-  const BF16* x;  // [m, k], rows 16-byte aligned
-  const float* scale;
-  CastCounters out;
-};
-
-// The output of a product whose columns are a gate and then up: silu(gate) * up, cast to E4M3. The product
-// itself is not stored.
-struct GatedCast {
-  uint8_t* q;  // [m, n / 2] E4M3
-  const float* scale;
-  CastCounters out;
-};
-
 __device__ __forceinline__ float bias_at(const Gemm& g, int column) {
   return g.bias == nullptr ? 0.0f : load(g.bias, column, g.bias_type);
 }
@@ -103,13 +88,6 @@ constexpr int kSkinnyRows = 64;
 
 void gemm_mma(const Gemm& g, const OnDevice& device);
 void gemm_skinny(const Gemm& g, const OnDevice& device);  // m <= kSkinnyRows
-// Multiplies the cast of `from` instead of g.a. The caller must not pass block scales.
-void gemm_skinny_casting(const Gemm& g, const ToCast& from, const OnDevice& device);
-
-// Writes `to` instead of g.out; gate and up are rounded to BF16. m <= kGatedRows, and n is a multiple of 32.
-// The caller must not pass block scales.
-constexpr int kGatedRows = 16;
-void gemm_skinny_gated(const Gemm& g, const GatedCast& to, const OnDevice& device);
 
 // CUTLASS kernels. They return false if no kernel is compiled for the problem and this tile, or CUTLASS
 // refuses it. `outside`: scales per tensor or row; `inside`: a per 1x128, b per 1x128 or 128x128.

@@ -24,6 +24,9 @@ namespace fp8serve {
 //   overlap           no kernel; if off, no launch begins before the preceding ones have ended (early.h)
 //   early_weights     no kernel; if off, no product reads stored weights before preceding launches have ended
 //   gated             product and cast of gate and up in one launch; if off, a second launch casts
+//   rotary            product of queries, keys and values, rotary embedding and cache write in one launch; if
+//                     off, a second launch rotates and writes
+//   normed            a product that casts the norm of its input; if off (the default), another launch casts
 enum class GemmKernel : uint8_t {
   skinny,
   large,
@@ -40,12 +43,14 @@ enum class GemmKernel : uint8_t {
   attention_wgmma,
   overlap,
   early_weights,
-  gated
+  gated,
+  rotary,
+  normed
 };
-inline constexpr std::array<std::string_view, 16> kGemmKernels = {
+inline constexpr std::array<std::string_view, 18> kGemmKernels = {
     "skinny",          "large",   "medium",        "small",         "thin128",         "thin64",
     "thin32",          "mma",     "cublaslt",      "cublaslt_rows", "grouped_cutlass", "attention_mma",
-    "attention_wgmma", "overlap", "early_weights", "gated"};
+    "attention_wgmma", "overlap", "early_weights", "gated",         "rotary",          "normed"};
 
 class GemmSwitches {
  public:
@@ -78,7 +83,8 @@ class GemmSwitches {
   }
 
  private:
-  std::atomic<uint32_t> off_{0};  // a bit for each GemmKernel
+  // A bit for each GemmKernel. What no GPU has measured yet is off.
+  std::atomic<uint32_t> off_{1u << static_cast<int>(GemmKernel::normed)};
 };
 inline GemmSwitches gemm_switches;
 

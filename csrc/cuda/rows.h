@@ -71,7 +71,7 @@ inline bool fast_pairs(int64_t dim, std::initializer_list<Heads> heads,
 // Returns how many threads share a row of n elements: a warp for the heads of a QK norm, else a block. The
 // order of a norm's sum depends on this number, so all ops use this function.
 constexpr int kRowThreads = 256;
-inline int row_threads(int64_t n) { return n <= 512 ? 32 : kRowThreads; }
+__host__ __device__ inline int row_threads(int64_t n) { return n <= 512 ? 32 : kRowThreads; }
 
 // Returns the number of blocks that loop over all chunks of a matrix: at most as many as are resident at
 // once.
@@ -196,19 +196,22 @@ __device__ __forceinline__ void store_pairs(const Pairs& x, T* head, int64_t beg
   store_high<kAligned>(x.second, head + half, begin, half);
 }
 
-// Returns x * cos + rotate(x) * sin, rounded after each operation. __fmul_rn and __fadd_rn are needed in
+// Returns along * cos + across * sin, rounded after each operation. __fmul_rn and __fadd_rn are needed in
 // FP32, where `rounded` does nothing: the compiler would otherwise fuse a product and the sum.
 template <class T>
+__device__ __forceinline__ float turned(float along, float across, float cos, float sin) {
+  return rounded<T>(__fadd_rn(rounded<T>(__fmul_rn(along, cos)), rounded<T>(__fmul_rn(across, sin))));
+}
+
+// Returns x * cos + rotate(x) * sin.
+template <class T>
 __device__ __forceinline__ Pairs rotated(const Pairs& x, const Pairs& cos, const Pairs& sin) {
-  const auto turn = [](float along, float across, float by_cos, float by_sin) {
-    return rounded<T>(__fadd_rn(rounded<T>(__fmul_rn(along, by_cos)), rounded<T>(__fmul_rn(across, by_sin))));
-  };
   Pairs out;
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
     const float first = x.first.value[i], second = x.second.value[i];
-    out.first.value[i] = turn(first, -second, cos.first.value[i], sin.first.value[i]);
-    out.second.value[i] = turn(second, first, cos.second.value[i], sin.second.value[i]);
+    out.first.value[i] = turned<T>(first, -second, cos.first.value[i], sin.first.value[i]);
+    out.second.value[i] = turned<T>(second, first, cos.second.value[i], sin.second.value[i]);
   }
   return out;
 }

@@ -253,4 +253,5 @@ def run_largest_step(model: Model, options: EngineOptions) -> Tensor:
 
 
 def _no_attention(layer: int, heads: Heads, rotation: Rotation, last: Tensor | None) -> Tensor:
-    return heads[0].clone() if last is None else heads[0][last]
+    q, _, _ = heads
+    return q.clone() if last is None else q[last]

@@ -44,11 +44,12 @@ from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.lora import NO_ADAPTER
 from fp8serve.model.building import Model
-from fp8serve.model.network.rotary import Heads, Rotation
+from fp8serve.model.network.rotary import Heads, HeadsProduct, Rotation
 
 SCORED_ROWS = 256  # rows of a prompt whose logits are computed at a time
 # Looking up the overload of an op at every call would take a microsecond.
 _rotary_write_kv = torch.ops.fp8serve.rotary_write_kv.default
+_stored_rotary_mm = torch.ops.fp8serve.stored_rotary_mm.default
 _write_kv = torch.ops.fp8serve.write_kv.default
 _paged_attention = torch.ops.fp8serve.paged_attention.default
 
@@ -294,6 +295,10 @@ class Runner:
         """Applies the rotary embedding, writes keys and values to the cache, and returns the rotated queries."""
         scale = self._scales[layer] if self._scales else None
         scales = (scale.k, scale.v) if scale else (None, None)
+        if isinstance(heads, HeadsProduct):
+            matrices, norm = heads.operands
+            cache = *self._layer_caches[layer], step.slots, *scales
+            return _stored_rotary_mm(*matrices, *rotation, *cache, *norm)  # type: ignore[no-any-return]
         if self.model.config.latent is None:
             return _rotary_write_kv(*heads, *rotation, *self._layer_caches[layer], step.slots, *scales)  # type: ignore[no-any-return]
         q, k = (rotary(x, *rotation) for x in heads[:2])

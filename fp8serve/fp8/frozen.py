@@ -10,7 +10,7 @@ The gradient of the cast is the identity, as in `Linear`.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Optional, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,20 @@ def _quantize_weight(linear: nn.Linear, spec: QuantSpec, scale: Tensor | None) -
 
 def _is_mx(scale_inv: Tensor | None) -> bool:
     return scale_inv is not None and scale_inv.dtype is E8M0
+
+
+class Operands(NamedTuple):
+    """The arguments with which a GPU's ops for stored weights begin and end.
+
+    If there are arguments of a norm, the first of the matrices is BF16 and the op casts its norm.
+    """
+
+    matrices: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # [M, K], [N, K], the scale_inv of each, the bias
+    norm: tuple[Any, ...]
+
+    def multiply(self) -> Tensor:
+        """Returns the product, BF16 [M, N]."""
+        return _stored_mm(*self.matrices, BF16, *self.norm)  # type: ignore[no-any-return]
 
 
 class FrozenLinear(nn.Module):
@@ -264,18 +278,29 @@ class FrozenLinear(nn.Module):
         weight = tensors["weight_q"], tensors["input_scale_inv"], tensors["weight_scale_inv"], tensors["bias"]
         return _watched_mm_add(x, scale, *counters, *weight, residual)  # type: ignore[no-any-return]
 
+    def can_fuse_product(self, x: Tensor) -> bool:
+        """Returns whether an op of a GPU may multiply inputs like x, in BF16, and do more with the product."""
+        tensors = self._buffers
+        is_plain = tensors["weight_q"].dim() == 2 and not _is_mx(tensors["weight_scale_inv"])  # type: ignore[union-attr]
+        is_bf16 = x.dtype is BF16 and self.out_dtype in (None, BF16)
+        return _is_on_gpu(x) and is_bf16 and is_plain and self.input_spec.is_fp8
+
+    def norm_arguments(self, weight: Tensor, eps: float) -> tuple[Any, ...]:
+        """Returns the arguments with which a fused op casts a norm as the input of this layer, () if it cannot."""
+        tensors = self._buffers
+        if tensors["input_scale"] is None or not self.is_watched:
+            return ()
+        return weight, eps, tensors["input_scale"], tensors["amax"], tensors["saturated"], self.live_rows
+
     def can_cast_product(self, x: Tensor) -> bool:
         """Returns whether `cast_gated_product` supports this layer and activations like x."""
         return _is_on_gpu(x) and x.dtype is BF16 and self.is_watched and self._buffers["input_scale"] is not None
 
-    def cast_gated_product(
-        self, q: Tensor, scale_inv: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns `cast_silu_mul(gate, up)` in one op, where gate and up are the halves of the product of q [M, K] and
-        the joined weight of two FrozenLinears."""
+    def cast_gated_product(self, operands: Operands) -> tuple[Tensor, Tensor]:
+        """Returns `cast_silu_mul(gate, up)` in one op, where gate and up are the halves of the product."""
         tensors = self._buffers
         counters = tensors["input_scale"], tensors["amax"], tensors["saturated"], self.live_rows
-        cast = _stored_gated_mm(q, weight, scale_inv, weight_scale_inv, bias, *counters)
+        cast = _stored_gated_mm(*operands.matrices, *counters, *operands.norm)
         return cast, tensors["input_scale_inv"]  # type: ignore[return-value]
 
     def can_fuse(self, x: Tensor) -> bool:

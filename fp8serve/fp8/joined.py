@@ -15,13 +15,13 @@ compares the tensors and their addresses to find out.
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.change_tracking import Listener, track_view
-from fp8serve.fp8.frozen import FrozenLinear, multiply
+from fp8serve.fp8.frozen import FrozenLinear, Operands, multiply
 from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0
 from fp8serve.fp8.ops.packing import GROUP, is_packable, pack_into
 
@@ -52,6 +52,7 @@ class JoinedLinear:
         layers: The joined layers, in order.
         first: The layer whose input scale and counters all layers share.
         weight: FP8 [sum of N_i, K], or packed.
+        widths: The number of outputs of each layer.
         scale: The scale_inv of the weight: FP32 [] if the layers share one, else [sum of N_i, 1], or one per block.
         bias: [sum of N_i] or None.
     """
@@ -62,13 +63,13 @@ class JoinedLinear:
         self._by_name, self._listener = dict(layers), listener
         self.layers = list(layers.values())
         self.first = self.layers[0]
-        self._widths = [layer.out_features for layer in self.layers]
+        self.widths = [layer.out_features for layer in self.layers]
         _pack_all_if_any(self.layers)
         self.weight = _concat_weights([layer.weight_q for layer in self.layers])
         scales = [_joinable_scale(layer) for layer in self.layers]
         self._scale_rows = [len(scale) for scale in scales]
         self.scale = torch.cat(scales) if (shared := _shared_scale(self.layers)) is None else shared
-        self._ends = None if have_whole_blocks(self.layers) else torch.tensor(self._widths).cumsum(0).to(torch.int32)
+        self._ends = None if have_whole_blocks(self.layers) else torch.tensor(self.widths).cumsum(0).to(torch.int32)
         biases = [layer.bias for layer in self.layers if layer.bias is not None]
         self.bias = torch.cat(biases) if biases else None
         self._share_tensors()
@@ -79,6 +80,8 @@ class JoinedLinear:
 
     def forward_norm(self, x: Tensor, norm_weight: Tensor, eps: float) -> Sequence[Tensor]:
         """Returns the output [M, N_i] of every layer for rms_norm(x [M, K], norm_weight [K], eps)."""
+        if self.can_fuse_product(x):
+            return self.operands_of_norm(x, norm_weight, eps).multiply().split_with_sizes(self.widths, 1)
         return self._multiply(*self.first.cast_norm(x, norm_weight, eps), x.dtype)
 
     def cast_gated(
@@ -87,15 +90,28 @@ class JoinedLinear:
         """Returns silu(gate) * up, cast as the input of `linear`, where gate and up are this layer's outputs for
         rms_norm(x [M, K]). Returns None if the joined layers are no such pair or `linear.cast_gated_product` cannot
         compute it."""
-        is_gated = len(self._widths) == 2 and self._widths[0] == self._widths[1]
-        dtype = self.first.out_dtype or x.dtype
-        if not is_gated or self._ends is not None or dtype is not torch.bfloat16 or not linear.can_cast_product(x):
+        is_gated = len(self.widths) == 2 and self.widths[0] == self.widths[1]
+        if not is_gated or not self.can_fuse_product(x) or not linear.can_cast_product(x):
             return None
-        q, scale_inv = self.first.cast_norm(x, norm_weight, eps)
-        if q.dtype is not torch.float8_e4m3fn:
-            gate, up = self._multiply(q, scale_inv, x.dtype)
-            return linear.cast_silu_mul(gate, up)
-        return linear.cast_gated_product(q, scale_inv, self.weight, self.scale, self.bias)
+        return linear.cast_gated_product(self.operands_of_norm(x, norm_weight, eps))
+
+    def can_fuse_product(self, x: Tensor) -> bool:
+        """Returns whether an op of a GPU may multiply inputs like x and do more with the product."""
+        return self._ends is None and self.first.can_fuse_product(x)
+
+    def operands(self, x: Tensor) -> Operands:
+        """Returns the operands for the input x [M, K]."""
+        return self._operands(*self.first.cast(x), ())
+
+    def operands_of_norm(self, x: Tensor, norm_weight: Tensor, eps: float) -> Operands:
+        """Returns the operands for the input rms_norm(x [M, K], norm_weight [K], eps), not cast yet if possible."""
+        norm = self.first.norm_arguments(norm_weight, eps)
+        if not norm:
+            return self._operands(*self.first.cast_norm(x, norm_weight, eps), ())
+        return self._operands(x, self.first.input_scale_inv, norm)  # type: ignore[arg-type]  # not None
+
+    def _operands(self, a: Tensor, scale_inv: Tensor, norm: tuple[Any, ...]) -> Operands:
+        return Operands((a, self.weight, scale_inv, self.scale, self.bias), norm)
 
     def _multiply(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
         dtype = self.first.out_dtype or dtype
@@ -103,7 +119,7 @@ class JoinedLinear:
             y = multiply(q, scale_inv, self.weight, self.scale, self.bias, dtype)
         else:
             y = _joined_mm(q, self.weight, scale_inv, self.scale, self._ends, self.bias, dtype)
-        return y.split_with_sizes(self._widths, 1)
+        return y.split_with_sizes(self.widths, 1)
 
     def is_current(self, modules: Mapping[str, nn.Module | None]) -> bool:
         """Returns whether each name in `modules` still has the joined layer, with the joined tensors and no hooks."""
@@ -116,7 +132,7 @@ class JoinedLinear:
     @property
     def is_packable(self) -> bool:
         """Whether the weight can be packed. Each layer must begin at a group of rows, so that its weight is a view."""
-        return is_packable(self.weight) and not any(width % GROUP for width in self._widths)
+        return is_packable(self.weight) and not any(width % GROUP for width in self.widths)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -143,10 +159,10 @@ class JoinedLinear:
     def _share_tensors(self) -> None:
         """Replaces the layers' tensors by views of the joined tensors."""
         unit = GROUP if self.weight.dim() == 3 else 1
-        weights = self.weight.split_with_sizes([width // unit for width in self._widths])
+        weights = self.weight.split_with_sizes([width // unit for width in self.widths])
         is_shared = self.scale.dim() == 0
         scales = [self.scale] * len(weights) if is_shared else self.scale.split_with_sizes(self._scale_rows)
-        biases = [None] * len(scales) if self.bias is None else self.bias.split_with_sizes(self._widths)
+        biases = [None] * len(scales) if self.bias is None else self.bias.split_with_sizes(self.widths)
         for layer, weight, scale, bias in zip(self._by_name.values(), weights, scales, biases, strict=True):
             layer.weight_q, layer.weight_scale_inv = (track_view(t, self._listener) for t in (weight, scale))
             layer.shares_weight_scale = is_shared

@@ -21,7 +21,7 @@ def assert_bits_equal(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     nan = actual.float().isnan()
     assert torch.equal(nan, expected.float().isnan())
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.itemsize]
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.itemsize]
     same = actual.contiguous().view(kind) == expected.contiguous().view(kind)
     assert bool((same | nan).all())
 

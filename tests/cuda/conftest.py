@@ -1,5 +1,6 @@
 """The fixture `kernels` runs a test on a GPU (mark `gpu`) and on the emulated GPU, which needs only a C++ compiler."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,14 @@ def kernels_on(device: str) -> Kernels:
     if emulated.COMPILER is None:
         pytest.skip("no C++ compiler")
     return Kernels(emulated.ops(), "cpu")
+
+
+@pytest.fixture(autouse=True)
+def default_switches() -> Iterator[None]:
+    """Restores the switches of the emulated GPU after a test."""
+    yield
+    if emulated.emulator.cache_info().currsize:
+        emulated.emulator().restore_switches()
 
 
 @pytest.fixture(params=DEVICES)

@@ -111,8 +111,13 @@ class Emulator:
         for function in ("met", "launches", "launch_impatient"):
             getattr(self._library, f"emulator_{function}").restype = ctypes.c_char_p
         self._declared, self._kernels = shared_memory(library), functions(library)
+        self._off_by_default = self.ops.gemm_kernels(torch.zeros(1), "")
         for memory in self._declared.values():
             self._library.emulator_declare(*map(ctypes.c_size_t, memory))
+
+    def restore_switches(self) -> None:
+        """Switches off the kernels that are off by default, and all others on."""
+        self.ops.gemm_kernels(torch.zeros(1), self._off_by_default or "none")
 
     def be(self, capability: int, multiprocessors: int, shared_bytes: int) -> None:
         """Emulates this chip; the default is an Ada with four multiprocessors."""

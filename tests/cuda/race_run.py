@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from fp8serve.fp8.ops import cases
+from fp8serve.fp8.ops import Case, cases
+from fp8serve.fp8.ops.gemm import normed_case
 from fp8serve.fp8.selfcheck.agreement import flatten_tensors
 from tests.csrc.test_sample import arguments
 from tests.cuda import emulated
@@ -63,11 +64,13 @@ WORDS: dict[str, tuple[str, ...]] = {
     "stored_mm": ("(5, 130, 2064) ('tensor', 'row')", "(17, 16, 144) ('1x128'"),
     "scaled_mm_add": ("",),
     "stored_gated_mm": ("(5, 96, 1200)",),
+    "stored_rotary_mm": ("(5, 4, 2, 80) row torch.bfloat16",),
     "write_kv": ("",),
 }
 STORED_WEIGHTS = {
     "stored_mm": 1,
     "stored_gated_mm": 1,
+    "stored_rotary_mm": 1,
     "scaled_mm_add": 1,
     "watched_mm_add": 5,
 }  # index of the argument
@@ -94,6 +97,7 @@ def runs() -> Iterator[Run]:
     for rows, k in ((5, 1200), (70, 656)):  # the skinny kernel with two teams, and the mma kernel
         for by in ("tensor", "1x128"):
             yield f"scaled_mm {rows} rows, {by}", partial(multiply, rows=rows, k=k, by=by)
+    yield "stored_mm of a norm", multiply_norm
     yield "scaled_mm_add by mma", lambda kernels: kernels.run("scaled_mm_add", *operands(70, 72, 64), None, RESIDUAL)
     yield "grouped_mm of a few rows", multiply_experts
     yield "paged_attention FP32", lambda kernels: attend(kernels, torch.float32, 20, keys=600)
@@ -137,6 +141,18 @@ def multiply(kernels: Kernels, rows: int, k: int, by: str) -> None:
     with on_hopper(kernels) if rows <= 16 else nullcontext():
         found = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
     assert_within_accumulation(found, a, b, a_scale, b_scale)
+
+
+def multiply_norm(kernels: Kernels) -> None:
+    """Casts a norm of 528 inputs, which need all warps of a team, in the product."""
+    case = next(case for case in cases("stored_mm") if "(3, 24, 200) ('tensor', 'row')" in case.name)
+    a, b, *rest = case.make()
+    a, b = (x.repeat(1, 3)[:, :528].contiguous() for x in (a, b))
+    expected = kernels.run("stored_mm", *normed_case(Case("", lambda: (a, b, *rest))).make())
+    kernels.ops.gemm_kernels(a, "none")
+    found = kernels.run("stored_mm", *normed_case(Case("", lambda: (a, b, *rest))).make())
+    kernels.ops.gemm_kernels(a, "normed")
+    assert torch.equal(found, expected)
 
 
 def draw(kernels: Kernels, vocab: int) -> None:

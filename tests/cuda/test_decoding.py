@@ -197,7 +197,8 @@ def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
                         "stored_gated_mm stored_gated_mm", "scaled_mm_add scaled_mm_add",
                         "watched_mm_add watched_mm_add"),
         elementwise: ("rms_norm rms_norm",),
-        runner: ("rotary_write_kv rotary_write_kv", "paged_attention paged_attention"),
+        runner: ("rotary_write_kv rotary_write_kv", "stored_rotary_mm stored_rotary_mm",
+                 "paged_attention paged_attention"),
     }  # fmt: skip
     for module, names in names_by_module.items():
         for name, op in (pair.split() for pair in names if pair.split()[1] != but):

@@ -28,7 +28,6 @@ def gpu() -> Iterator[emulated.Emulator]:
     gpu = emulated.emulator()
     yield gpu
     gpu.be(89, 4, 99 * 1024)
-    gpu.ops.gemm_kernels(ANY_TENSOR, "none")
 
 
 @pytest.mark.emulator
@@ -44,7 +43,7 @@ def test_every_launch_of_a_decoding_step_is_early_if_the_chip_supports_it(
     gpu.starts()
     step(0)
     launches = gpu.starts()
-    assert len(launches) >= 2 * LAUNCHES_OF_A_LAYER
+    assert len(launches) >= 2 * (LAUNCHES_OF_A_LAYER - 2)  # norms are cast by products, because all switches are on
     assert {early for _, early in launches} == {chip != "Ada" and off == "none"}, launches
 
 

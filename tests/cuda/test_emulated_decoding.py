@@ -16,7 +16,7 @@ from tests.cuda.test_decoding import CONFIG, Tiny, noise, on_emulated_kernels
 
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6,
            "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 128}  # fmt: skip
-LAUNCHES_OF_A_LAYER = 9
+LAUNCHES_OF_A_LAYER = 8
 
 
 @pytest.mark.emulator
@@ -68,15 +68,40 @@ def launches_of_a_step(layers: int, monkeypatch: pytest.MonkeyPatch) -> list[str
     return [name for name, _ in emulated.emulator().launches()]
 
 
-@pytest.mark.emulator
-def test_a_decoder_layer_takes_nine_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Residuals are added inside products, counters are updated inside casts, and no memset is needed. If a change
-    needs fewer launches, set LAUNCHES_OF_A_LAYER to the new number."""
+def launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     on_emulated_kernels(monkeypatch)
     two, three = (launches_of_a_step(layers, monkeypatch) for layers in (2, 3))
     layer = Counter(three) - Counter(two)
     assert layer.total() == len(three) - len(two)
+    return layer
+
+
+@pytest.mark.emulator
+def test_a_decoder_layer_takes_eight_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Residuals are added inside products, counters are updated inside casts, and no memset is needed. If a change
+    needs fewer launches, set LAUNCHES_OF_A_LAYER to the new number."""
+    layer = launches_of_a_layer(monkeypatch)
     assert layer.total() == LAUNCHES_OF_A_LAYER, layer
+    assert layer["memset"] == 0
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("kernel", ["gated", "rotary"])
+def test_a_fused_kernel_that_is_off_costs_a_launch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_emulated_kernels(monkeypatch)
+    here = torch.zeros(1)
+    default = emulated.ops().gemm_kernels(here, "")
+    emulated.ops().gemm_kernels(here, f"{default}+{kernel}".strip("+"))
+    layer = launches_of_a_layer(monkeypatch)
+    assert layer.total() == LAUNCHES_OF_A_LAYER + 1, layer
+
+
+@pytest.mark.emulator
+def test_a_decoder_layer_takes_six_launches_if_products_cast_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_emulated_kernels(monkeypatch)
+    emulated.ops().gemm_kernels(torch.zeros(1), "none")
+    layer = launches_of_a_layer(monkeypatch)
+    assert layer.total() == LAUNCHES_OF_A_LAYER - 2, layer
     assert layer["memset"] == 0
 
 

@@ -24,8 +24,11 @@ NAMES += ["grouped_mm.cutlass", "grouped_wgrad.cutlass", "paged_attention.mma", 
 
 @pytest.fixture
 def switched(kernels: Kernels) -> Iterator[Kernels]:
+    tensor = kernels.here(torch.zeros(1))
+    default = kernels.ops.gemm_kernels(tensor, "")
+    kernels.ops.gemm_kernels(tensor, "none")
     yield kernels
-    kernels.ops.gemm_kernels(kernels.here(torch.zeros(1)), "none")
+    kernels.ops.gemm_kernels(tensor, default or "none")
 
 
 def test_every_kernel_is_a_candidate(kernels: Kernels) -> None:
@@ -58,6 +61,7 @@ def test_a_kernel_is_checked_on_thirty_cases_of_all_kinds(kernels: Kernels, name
 def test_attention_without_a_wait_is_found_and_replaced() -> None:
     """For prompts on Hopper: wgmma is replaced by mma, and mma by FP32."""
     gpu, here = emulated.emulator(), torch.zeros(1)
+    gpu.ops.gemm_kernels(here, "none")
     by_name = {c.name: c for c in gpu_candidates(gpu.ops)}
     prompt = by_name["paged_attention.wgmma"].cases[0].make()
     gpu.be(90, 132, 227 * 1024)
@@ -79,7 +83,6 @@ def test_attention_without_a_wait_is_found_and_replaced() -> None:
     finally:
         gpu.leave_out("")
         gpu.be(89, 4, 99 * 1024)
-        gpu.ops.gemm_kernels(here, "none")
 
 
 def waits(source: str) -> list[str]:
@@ -92,6 +95,7 @@ def waits(source: str) -> list[str]:
 def test_a_gemm_without_a_wait_is_found_and_replaced() -> None:
     """mma without a wait is replaced by cuBLASLt (here torch's scaled_mm on a CPU), or by the reference."""
     gpu, here = emulated.emulator(), torch.zeros(1)
+    gpu.ops.gemm_kernels(here, "none")
     candidate = next(c for c in gpu_candidates(gpu.ops) if c.name == "scaled_mm.mma")
     try:
         gpu.leave_out(waits("gemm_sm89.cu")[0])
@@ -113,7 +117,6 @@ def test_a_gemm_without_a_wait_is_found_and_replaced() -> None:
         assert gpu.ops.gemm_kernels(here, "") == "skinny+mma", "kernels that were off stay off"
     finally:
         gpu.leave_out("")
-        gpu.ops.gemm_kernels(here, "none")
 
 
 @pytest.mark.emulator
@@ -142,4 +145,3 @@ def test_early_launches_are_checked_and_switched_off_separately(name: str, switc
         assert not any(early for _, early in gpu.starts())
     finally:
         gpu.be(89, 4, 99 * 1024)
-        gpu.ops.gemm_kernels(here, "none")

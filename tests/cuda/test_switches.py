@@ -4,11 +4,17 @@ On a CPU, torch's scaled_mm replaces cuBLASLt; it has the same arguments, so the
 """
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from fp8serve.fp8.ops import cases, reference
+from fp8serve.fp8.ops import Case, cases, reference
+from fp8serve.fp8.ops.attention import rotary_mm_case
+from fp8serve.fp8.ops.gemm import normed_case
+from fp8serve.fp8.selfcheck.agreement import flatten_tensors
 from tests.csrc.helpers import FORMATS, assert_bits_equal, tame
 from tests.cuda import emulated
 from tests.cuda.accumulation import assert_within_accumulation
@@ -20,8 +26,10 @@ OWN = "skinny+large+medium+small+thin128+thin64+thin32+mma"
 
 @pytest.fixture
 def switched(kernels: Kernels) -> Iterator[Kernels]:
-    yield kernels
+    default = switch(kernels, "")
     switch(kernels, "none")
+    yield kernels
+    switch(kernels, default or "none")
 
 
 def switch(kernels: Kernels, off: str) -> str:
@@ -136,21 +144,121 @@ def test_weights_read_before_the_wait_give_the_same_bits(switched: Kernels, case
     assert_bits_equal(switched.run("stored_mm", *case.make()), expected)
 
 
-@pytest.mark.parametrize("chip", [(89, 4, 99 * 1024), (90, 132, 227 * 1024)], ids=["Ada", "Hopper"])
-@pytest.mark.parametrize("case", cases("stored_gated_mm"), ids=lambda case: case.name)
-def test_gate_and_up_cast_in_the_epilogue_have_the_same_bits(switched: Kernels, case, chip) -> None:
-    """Also compares the amax and the number of saturated values. On Hopper, two teams of warps share a block's rows."""
-    if switched.device == "cpu":
-        emulated.emulator().be(*chip)
+CHIPS = pytest.mark.parametrize("chip", [(89, 4, 99 * 1024), (90, 132, 227 * 1024)], ids=["Ada", "Hopper"])
+
+
+def results_with_and_without(kernels: Kernels, kernel: str, op: str, case: Case, chip: tuple[int, int, int]) -> Any:
+    """Returns the results of an op, and all its tensor arguments afterwards: with a kernel switched on, and off. On
+    Hopper, two teams of warps share a block's rows."""
     results = []
+    if kernels.device == "cpu":
+        emulated.emulator().be(*chip)
     try:
-        for off in ("none", "gated"):
-            switch(switched, off)
-            arguments = switched.here(case.make())
-            results.append([t.cpu() for t in (switched.ops.stored_gated_mm(*arguments), *arguments[6:8])])
+        for off in ("none", kernel):
+            switch(kernels, off)
+            arguments = kernels.here(case.make())
+            results.append(flatten_tensors(getattr(kernels.ops, op)(*arguments), *arguments))
     finally:
-        if switched.device == "cpu":
+        if kernels.device == "cpu":
             emulated.emulator().be(89, 4, 99 * 1024)
-    (q, *counters), (expected, *expected_counters) = results
-    assert_bits_equal(q, expected)
-    assert counters == expected_counters
+    return [[tensor.cpu() for tensor in tensors] for tensors in results]
+
+
+FUSED = [("gated", "stored_gated_mm"), ("rotary", "stored_rotary_mm")]
+
+
+@CHIPS
+@pytest.mark.parametrize(("kernel", "op", "case"), [(*one, case) for one in FUSED for case in cases(one[1])], ids=str)
+def test_a_product_fused_with_what_follows_has_the_same_bits(switched: Kernels, kernel, op, case, chip) -> None:
+    """Also compares counters and caches, which the ops update in place."""
+    found, expected = results_with_and_without(switched, kernel, op, case, chip)
+    for one, wanted in zip(found, expected, strict=True):
+        assert_bits_equal(one, wanted)
+
+
+@CHIPS
+@pytest.mark.parametrize("cache", [BF16, E4M3], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+def test_rotary_in_the_epilogue_has_the_same_bits_for_every_number_of_tokens(
+    switched: Kernels, dim: int, cache: torch.dtype, chip: tuple[int, int, int]
+) -> None:
+    """Queries have an odd number of heads, and values overflow, are NaN and are not cached."""
+    for tokens in range(1, 17):
+        sizes = (tokens, 3, 1 if tokens % 2 else 2, dim)
+
+        def make(sizes: tuple[int, int, int, int] = sizes) -> tuple[Any, ...]:
+            a, *rest = rotary_mm_case(sizes, 272, "row", cache, cache is E4M3)
+            a.view(torch.uint8)[-1, :16] = 0x7F  # NaN
+            rest[2][: 2 * dim] *= 2.0**120
+            return a, *rest
+
+        found, expected = results_with_and_without(switched, "rotary", "stored_rotary_mm", Case("", make), chip)
+        for one, wanted in zip(found, expected, strict=True):
+            assert_bits_equal(one, wanted)
+
+
+STORED = ("stored_mm", "stored_gated_mm", "stored_rotary_mm")
+
+
+@CHIPS
+@pytest.mark.parametrize(
+    ("op", "case"), [(op, normed_case(case)) for op in STORED for case in cases(op)[::2]], ids=lambda x: str(x)[:60]
+)
+def test_a_product_that_casts_a_norm_has_the_same_bits(switched: Kernels, op, case, chip) -> None:
+    """Also compares all counters, and the caches."""
+    found, expected = results_with_and_without(switched, "normed", op, case, chip)
+    for one, wanted in zip(found, expected, strict=True):
+        assert_bits_equal(one, wanted)
+
+
+@CHIPS
+@pytest.mark.parametrize("inputs", [16, 512, 528, 2048, 4112])
+def test_a_norm_in_the_prologue_has_the_same_bits_for_every_size(switched: Kernels, inputs: int, chip) -> None:
+    """A warp sums the squares of up to 512 inputs, and eight warps those of more. Some values are NaN or infinite."""
+
+    def make(tokens: int, unaligned: bool) -> tuple[Any, ...]:
+        one = torch.tensor(1.0)
+        a, b = (torch.ones(rows, inputs).to(E4M3) for rows in (tokens, 40))
+        x, *rest = normed_case(Case("", lambda: (a, b, one, one, None, BF16))).make()
+        x[-1, 0] = torch.inf if tokens == 3 else torch.nan if tokens == 4 else 7.0
+        if unaligned:
+            x = torch.cat([x[:, :1], x], 1)[:, 1:]
+        return x, *rest
+
+    for tokens, unaligned in product(range(1, 6), (False, True)):
+        case = Case("", partial(make, tokens, unaligned))
+        found, expected = results_with_and_without(switched, "normed", "stored_mm", case, chip)
+        for one, wanted in zip(found, expected, strict=True):
+            assert_bits_equal(one, wanted)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("op", STORED)
+def test_a_norm_of_few_rows_takes_no_launch(op: str) -> None:
+    """Of five rows it takes one, and where rows or the weight are unaligned."""
+    gpu, here = emulated.emulator(), torch.zeros(1)
+    case = next(case for case in cases(op) if len(case.make()[0]) in (1, 2, 3) and case.make()[0].shape[1] % 16 == 0)
+    x, *arguments = normed_case(case).make()
+    launches = []
+    for off, input in (("normed", x), ("none", x), ("none", torch.cat([x[:, :1], x], 1)[:, 1:])):
+        gpu.ops.gemm_kernels(here, off)
+        gpu.launches()
+        getattr(gpu.ops, op)(input, *arguments)
+        launches.append(len(gpu.launches()))
+    assert launches == [2, 1, 2]
+
+
+def test_rotary_in_the_epilogue_skips_slots_outside_of_the_cache(switched: Kernels) -> None:
+    arguments = switched.here(rotary_mm_case((3, 2, 1, 64), 144, "row", BF16, False))
+    k_cache, v_cache, slots = arguments[7:10]
+    slots.copy_(torch.tensor([-1, 6, 0]))
+    switched.ops.stored_rotary_mm(*arguments)
+    for cache in (k_cache, v_cache):
+        assert bool(cache.view(-1, 64)[0].any())
+        assert not bool(cache.view(-1, 64)[1:].any())
+
+
+def test_stored_rotary_mm_checks_its_arguments(kernels: Kernels) -> None:
+    a, b, *rest = kernels.here(rotary_mm_case((3, 2, 1, 64), 144, "row", BF16, False))
+    with pytest.raises(RuntimeError, match="stored_rotary_mm: b: has 200 rows, must be those of whole heads"):
+        kernels.ops.stored_rotary_mm(a, b[:200], *rest)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FP8_MAX, saturating_cast
+from fp8serve.fp8.ops.gemm import mm_case
 from fp8serve.fp8.ops.inputs import dense_like, fake_like_first, fake_nothing, random_normal, row_cases, tiled_noise
-from fp8serve.fp8.ops.registry import Case, define
+from fp8serve.fp8.ops.registry import Case, define, define_composed
 
 
 def _cached_tokens(cache: Tensor, blocks: Tensor, length: int, scale_inv: Tensor | None) -> Tensor:
@@ -250,6 +251,78 @@ define(
     rotary_write_kv,
     fake=fake_like_first,
     cases=partial(row_cases, _rotary_write_case),
+)
+
+
+def stored_rotary_mm(
+    ops: Any,
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *norm: Any,
+) -> Tensor:
+    """Multiplies a [T, K] by b [N, K] as stored_mm does, with BF16 output. The output has the heads of queries, then
+    those of keys and values, as many as the caches have. Returns rotary_write_kv of them."""
+    kv_heads, dim = k_cache.shape[2:]
+    y = ops.stored_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.bfloat16, *norm).view(len(a), -1, dim)
+    q, k, v = y.split_with_sizes((y.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
+    return ops.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, slots, k_scale, v_scale)  # type: ignore[no-any-return]
+
+
+def _fake_rotary_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    kv_heads, dim = rest[5].shape[2:]
+    return a.new_empty((a.shape[0], b.shape[0] // dim - 2 * kv_heads, dim), dtype=torch.bfloat16)
+
+
+def rotary_mm_case(
+    sizes: tuple[int, int, int, int], inputs: int, kind: str, cache: torch.dtype, is_scaled: bool
+) -> tuple[Any, ...]:
+    """Arguments for (tokens, heads, kv_heads, head_dim), with a bias if the cache has no scales, and slots of which one
+    is skipped."""
+    tokens, heads, kv_heads, dim = sizes
+    e4m3, rows = torch.float8_e4m3fn, (heads + 2 * kv_heads) * dim
+    *operands, _, _ = mm_case(tokens, rows, inputs, e4m3, e4m3, ("tensor", kind), torch.bfloat16)
+    angle = random_normal(tokens, dim // 2, torch.float32).repeat(1, 2).unsqueeze(1)
+    caches = [torch.zeros(tokens, 2, kv_heads, dim).to(cache) for _ in range(2)]
+    slots = torch.arange(tokens) * 2 + 1
+    slots[tokens // 2 :][:1] = -1
+    scales = (torch.tensor(3.5), torch.tensor(0.25)) if is_scaled else (None, None)
+    bias = None if is_scaled else torch.linspace(-2, 2, rows).bfloat16()
+    return *operands, bias, angle.cos().bfloat16(), angle.sin().bfloat16(), *caches, slots, *scales
+
+
+def _rotary_mm_cases() -> list[Case]:
+    """Cases with heads of every usual size, shared keys, odd numbers of heads, and up to 17 tokens."""
+    sizes = ((1, 3, 1, 64), (5, 4, 2, 80), (16, 3, 3, 16), (2, 5, 1, 96), (9, 2, 1, 128), (17, 2, 2, 32), (3, 2, 1, 24))
+    formats = ((torch.bfloat16, False), (torch.float8_e4m3fn, True), (torch.float8_e4m3fn, False))
+    inputs = {torch.bfloat16: 1200, torch.float8_e4m3fn: 144, torch.float32: 208}
+    grid = [(s, k, *f) for s, k in product(sizes, ("tensor", "row")) for f in formats]
+    grid.append(((4, 2, 1, 32), "row", torch.float32, False))
+    return [
+        Case(f"{s} {kind} {cache} scales {scaled}", partial(rotary_mm_case, s, inputs[cache], kind, cache, scaled))
+        for s, kind, cache, scaled in grid
+    ]
+
+
+define_composed(
+    "stored_rotary_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor cos, Tensor sin,"
+    " Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? k_scale, Tensor? v_scale,"
+    " Tensor? norm_weight=None, float? eps=None,"
+    " Tensor? norm_scale=None, Tensor(c!)? norm_amax=None, Tensor(d!)? norm_saturated=None,"
+    " Tensor? norm_rows=None) -> Tensor",
+    stored_rotary_mm,
+    fake=_fake_rotary_mm,
+    cases=_rotary_mm_cases,
+    kernel_devices=("cuda",),
 )
 
 

@@ -69,6 +69,10 @@ def _fake_product(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=rest[-1])
 
 
+def _fake_stored_product(*arguments: Any) -> Tensor:
+    return _fake_product(*arguments[:6])
+
+
 def _scales(rows: int, cols: int, seed: int) -> dict[str, Tensor]:
     noise = torch.Generator().manual_seed(seed)
     shapes = {"tensor": (), "row": (rows, 1), "1x128": (rows, blocks(cols)), "128x128": (blocks(rows), blocks(cols))}
@@ -113,13 +117,33 @@ define(
 )
 
 
-def stored_mm(ops: Any, *arguments: Any) -> Any:
+def cast_norm(ops: Any, x: Tensor, *norm: Any) -> Any:
+    """Returns the first operand of a product: x in FP8, or with the arguments of a norm the cast of the norm of x.
+
+    The arguments are weight [K], eps, and of quantize_watched the scale and counters.
+    """
+    return ops.quantize_watched(x, *norm) if norm else x
+
+
+def stored_mm(ops: Any, a: Tensor, *arguments: Any) -> Any:
     """Returns scaled_mm for a weight b that the preceding kernel on the stream does not write.
 
     So a GPU may read the weight while that kernel still runs. scaled_mm_add and watched_mm_add expect such a weight,
-    too.
+    too. With the arguments of a norm, a is cast by `cast_norm`.
     """
-    return ops.scaled_mm(*arguments)
+    return ops.scaled_mm(cast_norm(ops, a, *arguments[5:]), *arguments[:5])
+
+
+def normed_case(case: Case) -> Case:
+    """Returns a case of an op for stored weights whose first operand is the cast of a norm, without counted padding."""
+
+    def make() -> tuple[Any, ...]:
+        a, *arguments = case.make()
+        x, weight = (random_normal(rows, a.shape[1], torch.bfloat16, seed) for rows, seed in ((len(a), 5), (1, 6)))
+        counters = torch.tensor(0.5), torch.tensor(3), torch.tensor(max(len(a) - 1, 1))
+        return x, *arguments, weight[0], 1e-5, torch.tensor(230.0), *counters
+
+    return Case(f"{case.name} norm", make)
 
 
 def _stored_mm_cases() -> list[Case]:
@@ -132,10 +156,12 @@ def _stored_mm_cases() -> list[Case]:
 
 
 define_composed(
-    "stored_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype)"
-    " -> Tensor",
+    "stored_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype,"
+    " Tensor? norm_weight=None, float? eps=None,"
+    " Tensor? norm_scale=None, Tensor(a!)? norm_amax=None, Tensor(b!)? norm_saturated=None,"
+    " Tensor? norm_rows=None) -> Tensor",
     stored_mm,
-    fake=_fake_product,
+    fake=_fake_stored_product,
     cases=_stored_mm_cases,
     kernel_devices=("cuda",),
 )

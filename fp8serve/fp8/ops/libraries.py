@@ -90,8 +90,8 @@ def backends(device: str = "cpu") -> dict[str, str]:
 
 
 def disabled_gemm_kernels() -> list[str]:
-    """Returns the names of the disabled GPU kernels for GEMM and for attention on tensor cores."""
+    """Returns the names of the GPU kernels for GEMM and for attention on tensor cores that were disabled."""
     if LIBRARIES["cuda"] is None or not torch.cuda.is_available():
         return []
     names = cast(str, torch.ops.fp8serve.gemm_kernels(torch.empty(1, device="cuda"), ""))
-    return [name for name in names.split("+") if name]
+    return [name for name in names.split("+") if name not in {"", "normed"}]  # "normed" is off by default

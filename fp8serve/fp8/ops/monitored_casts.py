@@ -163,10 +163,11 @@ def stored_gated_mm(
     running_amax: Tensor,
     saturated: Tensor,
     rows: Tensor | None,
+    *norm: Any,
 ) -> Tensor:
     """Multiplies a [M, K] by b [2 N, K] as stored_mm does, with BF16 output. The halves of the output are gate and
     up. Returns quantize_watched of silu_mul(gate, up) [M, N]."""
-    gate, up = ops.stored_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.bfloat16).chunk(2, 1)
+    gate, up = ops.stored_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.bfloat16, *norm).chunk(2, 1)
     return ops.quantize_watched(gate, up, None, scale, running_amax, saturated, rows)  # type: ignore[no-any-return]
 
 
@@ -192,7 +193,9 @@ def _gated_cases() -> list[Case]:
 
 define_composed(
     "stored_gated_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor scale,"
-    " Tensor(a!) running_amax, Tensor(b!) saturated, Tensor? rows) -> Tensor",
+    " Tensor(a!) running_amax, Tensor(b!) saturated, Tensor? rows, Tensor? norm_weight=None, float? eps=None,"
+    " Tensor? norm_scale=None, Tensor(c!)? norm_amax=None, Tensor(d!)? norm_saturated=None,"
+    " Tensor? norm_rows=None) -> Tensor",
     stored_gated_mm,
     fake=_fake_gated,
     cases=_gated_cases,

@@ -22,7 +22,7 @@ EXACT = frozenset({
 _FP8_PRODUCTS = frozenset({
     "scaled_mm", "stored_mm", "scaled_mm_add", "scaled_mm_quantize", "watched_mm_add", "grouped_mm", "grouped_wgrad",
 })  # fmt: skip
-_PRODUCTS = _FP8_PRODUCTS | {"mm"}
+_PRODUCTS = _FP8_PRODUCTS | {"mm", "stored_rotary_mm"}
 # The allowed difference from the reference, as a share of the sum of magnitudes, in addition to the rounding of the
 # result. An FP8 instruction of Hopper's tensor cores adds 32 products to a sum. It truncates each of the 33 summands
 # and the result below 2^-13 of the largest, so it loses at most 34 x 2^-13 = 2^-7.9 of the magnitudes. The truncated
@@ -30,6 +30,7 @@ _PRODUCTS = _FP8_PRODUCTS | {"mm"}
 # to FP32. 2^-8 is four times that (tests/cuda/test_hopper.py). Attention rounds its weights to BF16.
 _DEFAULT_TOLERANCE = 2.0**-11
 _TOLERANCES = {"paged_attention": 2.0**-8, "attention_backward": 2.0**-7} | dict.fromkeys(_FP8_PRODUCTS, 2.0**-8)
+_TOLERANCES["stored_rotary_mm"] = 2.0**-7  # three roundings to BF16 follow the sum
 _MAX_DIFFERENT_SHARE = 0.02  # the share of FP8 values that may be rounded to the neighboring value
 
 Arguments = tuple[Any, ...]
@@ -119,13 +120,28 @@ def _differ_too_often(actual: Tensor, expected: Tensor) -> Tensor:
     return differ & (differ.sum() > max(2, _MAX_DIFFERENT_SHARE * differ.numel()))
 
 
-def _sums_of_magnitudes(op: str, arguments: Arguments) -> list[Tensor]:
+def _sums_of_magnitudes(op: str, arguments: Arguments) -> list[Tensor | None]:
     """Returns the sums of the magnitudes of a GEMM's summands: for each element of the result, and for an amax."""
+    if op == "stored_rotary_mm":
+        return _rotated_magnitudes(*arguments)
     if op != "scaled_mm_quantize":
         return [_run_with_magnitudes(op, arguments)]
     *operands, scale, _ = arguments
     sums = _run_with_magnitudes("scaled_mm", (*operands, torch.float32))
     return [sums * scale.double().abs(), sums.max() if sums.numel() else sums.new_zeros(())]
+
+
+def _rotated_magnitudes(*arguments: Any) -> list[Tensor | None]:
+    """Returns the sums for the queries, None for each operand, and the sums for the caches of keys and values."""
+    *operands, _, _, k_cache, v_cache, slots, k_scale, v_scale = arguments[:12]
+    kv_heads, dim = k_cache.shape[2:]
+    sums = _run_with_magnitudes("stored_mm", (*operands, torch.float32, *arguments[12:])).view(len(slots), -1, dim)
+    q, k, v = sums.split_with_sizes((sums.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
+    q, k = (x + x.roll(dim // 2, -1) for x in (q, k))  # a rotation adds the elements of a pair
+    caches = [torch.zeros(cache.shape, dtype=torch.float64) for cache in (k_cache, v_cache)]
+    for cache, x, scale in zip(caches, (k, v), (k_scale, v_scale), strict=True):
+        cache.view(-1, kv_heads, dim)[slots[slots >= 0]] = (x if scale is None else x * scale)[slots >= 0]
+    return [q, *[None for _ in flatten_tensors(*arguments[:7])], *caches]
 
 
 def _run_with_magnitudes(op: str, arguments: Arguments) -> Tensor:

@@ -8,6 +8,8 @@ Every op of a library is a candidate, named like the op. If an op has several ke
     scaled_mm.overlap, ...                  the op after a kernel that writes its input, on GPUs where the launches of
                                             two kernels can overlap
     stored_gated_mm.gated                   the skinny kernel that casts the product of gate and up
+    stored_rotary_mm.rotary                 the skinny kernel that rotates queries and keys and writes the caches
+    stored_mm.normed, ...                   the skinny kernels that cast the norm that they multiply
     stored_mm.early_weights                 like scaled_mm.overlap, and the second kernel reads its weight while the
                                             first still runs
     quantize.avx2                           the variant of an op for CPUs whose best feature is AVX2
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.attention import prompt_case
-from fp8serve.fp8.ops.gemm import mm_case
+from fp8serve.fp8.ops.gemm import mm_case, normed_case
 from fp8serve.fp8.ops.grouped import grouped_case, wgrad_case
 from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for
 from fp8serve.fp8.selfcheck.switches import (
@@ -112,8 +114,12 @@ def gpu_candidates(ops: Any) -> Iterator[Candidate]:
     run = partial(_run_overlapping, ops, {"overlap"}, _write_cache_and_attend)
     attention_cases = [*_prompt_cases()[:4], *sample_cases(gpu_cases("paged_attention"))]
     yield Candidate("paged_attention.overlap", "paged_attention", run, attention_cases)
-    run = partial(_run_with, ops, {"gated"}, ops.stored_gated_mm)
-    yield Candidate("stored_gated_mm.gated", "stored_gated_mm", run, sample_cases(gpu_cases("stored_gated_mm")))
+    for op, switch in (("stored_gated_mm", "gated"), ("stored_rotary_mm", "rotary")):
+        run = partial(_run_with, ops, {switch}, getattr(ops, op))
+        yield Candidate(f"{op}.{switch}", op, run, sample_cases(gpu_cases(op)))
+    for op in ("stored_mm", "stored_gated_mm", "stored_rotary_mm"):
+        run = partial(_run_with, ops, {"gated", "rotary", "normed"}, getattr(ops, op))
+        yield Candidate(f"{op}.normed", op, run, [normed_case(case) for case in sample_cases(gpu_cases(op))])
     enabled = {"overlap", "early_weights"}
     run = partial(_run_overlapping, ops, enabled, partial(_quantize_and_multiply, ops.stored_mm))
     yield Candidate("stored_mm.early_weights", "stored_mm", run, sample_cases(gpu_cases("stored_mm")))

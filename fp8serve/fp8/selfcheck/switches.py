@@ -30,7 +30,10 @@ OVERLAP = ("scaled_mm.overlap", "paged_attention.overlap")
 _SWITCHES |= dict.fromkeys(OVERLAP, "overlap")
 _SWITCHES["stored_mm.early_weights"] = "early_weights"
 _SWITCHES["stored_gated_mm.gated"] = "gated"
-SEPARATE = (*OVERLAP, "stored_mm.early_weights", "stored_gated_mm.gated")
+_SWITCHES["stored_rotary_mm.rotary"] = "rotary"
+NORMED = ("stored_mm.normed", "stored_gated_mm.normed", "stored_rotary_mm.normed")
+_SWITCHES |= dict.fromkeys(NORMED, "normed")
+SEPARATE = (*OVERLAP, "stored_mm.early_weights", "stored_gated_mm.gated", "stored_rotary_mm.rotary", *NORMED)
 """Candidates that test a switch alone: while other candidates run, these switches are off."""
 
 

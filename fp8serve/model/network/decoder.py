@@ -33,7 +33,7 @@ from fp8serve.model.network.experts import Mixture
 from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_mlp, add_projection, forward_of
 from fp8serve.model.network.latent_attention import LatentAttention
 from fp8serve.model.network.norms import make_embedding, make_head_norm, make_norm
-from fp8serve.model.network.rotary import Attend, Heads, PositionEmbedding, Rotary, Rotation
+from fp8serve.model.network.rotary import Attend, Heads, HeadsProduct, PositionEmbedding, Rotary, Rotation
 
 
 class XIELU(nn.Module):
@@ -138,8 +138,12 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor, norm: nn.Module | None, position: PositionEmbedding) -> Heads:
         tokens, head_dim = x.size(0), self.head_dim
-        q, k, v = [part.view(tokens, -1, head_dim) for part in self.qkv(x, norm)]
         q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]
+        if q_norm is None and position.order is None and position.query_scale is None:
+            product = self.qkv.operands(x, norm)
+            if product is not None:
+                return HeadsProduct(*product, head_dim)
+        q, k, v = [part.view(tokens, -1, head_dim) for part in self.qkv(x, norm)]
         if q_norm is not None and k_norm is not None:
             q, k = self._normalize(q, q_norm), self._normalize(k, k_norm)
         if position.order is not None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.change_tracking import track_children
 from fp8serve.fp8.elementwise import gelu_tanh_mul, silu_mul
-from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.frozen import FrozenLinear, Operands
 from fp8serve.fp8.fused import NormParameters, project_normed, run_gated_mlp
 from fp8serve.fp8.joined import JoinedLinear, can_join
 from fp8serve.fp8.shared_input import SharedInput
@@ -90,6 +90,21 @@ class Projections:
         if any(layer.adapters is not None and layer.adapters.is_active for layer in joined.layers):
             return None
         return joined.cast_gated(x, weight, norm.eps, linear)
+
+    def operands(self, x: Tensor, norm: nn.Module | None) -> tuple[Operands, Sequence[int]] | None:
+        """Returns the operands of the joined product of norm(x [T, K]), and the widths of the projections in it.
+        Returns None if no fused op can compute it."""
+        joined = None if self._joined is None or torch.is_grad_enabled() else self._current_joined()
+        if joined is None or not joined.can_fuse_product(x):  # never on a CPU
+            return None
+        if any(layer.adapters is not None and layer.adapters.is_active for layer in joined.layers):
+            return None
+        weight = norm.fused_weight(x) if type(norm) is RMSNorm else None
+        if weight is None:
+            operands = joined.operands(x if norm is None else norm(x))
+        else:
+            operands = joined.operands_of_norm(x, weight, norm.eps)  # type: ignore[union-attr, arg-type]
+        return operands, self._widths or joined.widths
 
     def join(self) -> None:
         """Joins the linears if possible. Linears that replace them later are joined, too."""

@@ -7,18 +7,36 @@ neighbouring elements form pairs, and heads that are rotated only in part are fi
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
+from fp8serve.fp8.frozen import Operands
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope, QueryScaling, Rope, RopeScaling
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, head_dim]
-Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
+
+
+@dataclass(frozen=True)
+class HeadsProduct:
+    """Queries, keys and values that are not multiplied yet, so that one op may multiply them, rotate them and write
+    them to a cache. Iteration multiplies them and yields q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+
+    operands: Operands
+    widths: Sequence[int]  # of q, k and v
+    head_dim: int
+
+    def __iter__(self) -> Iterator[Tensor]:
+        parts = self.operands.multiply().split_with_sizes(list(self.widths), 1)
+        return (part.view(len(part), -1, self.head_dim) for part in parts)
+
+
+Heads = tuple[Tensor, Tensor, Tensor] | HeadsProduct  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
 # attend(layer, heads, rotation, output_rows) rotates q and k and returns the output of attention, [T, heads, head_dim].
 # If `output_rows`, int64 [R], is not None, it returns only these rows, [R, heads, head_dim].
 Attend = Callable[[int, Heads, Rotation, Tensor | None], Tensor]
