@@ -24,6 +24,8 @@ namespace fp8serve {
 //   overlap           no kernel; if off, no launch begins before the preceding ones have ended (early.h)
 //   early_weights     no kernel; if off, no product reads stored weights before preceding launches have ended
 //   gated             product and cast of gate and up in one launch; if off, a second launch casts
+//   tall              gemm_tall.cu, which only the invariant mode uses
+//   by_rows           no kernel; if off, no kernel is chosen by the number of rows (the invariant mode)
 enum class GemmKernel : uint8_t {
   skinny,
   large,
@@ -40,12 +42,28 @@ enum class GemmKernel : uint8_t {
   attention_wgmma,
   overlap,
   early_weights,
-  gated
+  gated,
+  tall,
+  by_rows
 };
-inline constexpr std::array<std::string_view, 16> kGemmKernels = {
-    "skinny",          "large",   "medium",        "small",         "thin128",         "thin64",
-    "thin32",          "mma",     "cublaslt",      "cublaslt_rows", "grouped_cutlass", "attention_mma",
-    "attention_wgmma", "overlap", "early_weights", "gated"};
+inline constexpr std::array<std::string_view, 18> kGemmKernels = {"skinny",
+                                                                  "large",
+                                                                  "medium",
+                                                                  "small",
+                                                                  "thin128",
+                                                                  "thin64",
+                                                                  "thin32",
+                                                                  "mma",
+                                                                  "cublaslt",
+                                                                  "cublaslt_rows",
+                                                                  "grouped_cutlass",
+                                                                  "attention_mma",
+                                                                  "attention_wgmma",
+                                                                  "overlap",
+                                                                  "early_weights",
+                                                                  "gated",
+                                                                  "tall",
+                                                                  "by_rows"};
 
 class GemmSwitches {
  public:
@@ -81,5 +99,8 @@ class GemmSwitches {
   std::atomic<uint32_t> off_{0};  // a bit for each GemmKernel
 };
 inline GemmSwitches gemm_switches;
+
+// Returns whether the order of every sum must not depend on the number of rows that are computed together.
+inline bool is_invariant() { return !gemm_switches.on(GemmKernel::by_rows); }
 
 }  // namespace fp8serve

@@ -38,7 +38,7 @@ from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for, use_defaul
 MAX_CASES = 30  # of a kernel
 CPU_FEATURE_CAPS = ("best", "avx512+avx512vbmi", "avx512", "avx2", "portable")  # best first
 TILES = ("large", "medium", "small", "thin128", "thin64", "thin32")
-GEMMS = ("skinny", "mma", *TILES, "cublaslt", "cublaslt_rows")
+GEMMS = ("skinny", "tall", "mma", *TILES, "cublaslt", "cublaslt_rows")
 ATTENTION = ("attention_mma", "attention_wgmma")  # kernels for tensor cores; each replaces the next if that is bad
 UNSUPPORTED_CASE = "which does not multiply this here"  # the message of a kernel that does not support a problem
 
