@@ -31,6 +31,7 @@ from benchmarks.gpu_switches import including, without
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.fp8 import ops
 from fp8serve.fp8.ops import reference
+from fp8serve.fp8.ops.libraries import INVARIANT_SWITCH
 
 OPS = torch.ops.fp8serve
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -378,6 +379,31 @@ def decode(bench: Bench) -> Iterator[Row]:
     yield {"what": "decode 1.1B batch 1, with normed", "us": other * 1e6, "of all": other / took}
 
 
+def invariant(bench: Bench) -> Iterator[Row]:
+    """What the invariant mode costs, for the widest linear of Llama 8B and a decoding step, and whether its rows are
+    independent of the number of rows."""
+    from benchmarks import gpu_decode
+
+    n, k = map(bench.size, (28672, 4096))
+    one, scales = torch.ones((), device=bench.device), torch.ones(n, 1, device=bench.device)
+    weight = bench.noise(n, k).to(E4M3)
+    for m in (1, 16, 32, 64, 128, 1024, 4096):
+        a = bench.noise(m, k).to(E4M3)
+
+        def multiply(_: int, a: Tensor = a) -> Tensor:
+            return OPS.scaled_mm(a, weight, one, scales, None, BF16)  # type: ignore[no-any-return]
+
+        usual = bench.seconds(multiply, 1)
+        with without(INVARIANT_SWITCH, bench.device):
+            took, equal = bench.seconds(multiply, 1), torch.equal(multiply(0)[-1:], multiply(0, a[-1:]))
+        row = {"us": took * 1e6, "TFLOP/s": 2 * m * n * k / took / 1e12, "of usual": took / usual, "equal": equal}
+        yield {"what": f"invariant gemm {m}x{n}x{k} mixed", **row}
+    usual = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
+    with without(INVARIANT_SWITCH, bench.device):
+        took = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
+    yield {"what": "invariant decode 1.1B batch 1", "us": took * 1e6, "of usual": took / usual}
+
+
 # --- all of it ------------------------------------------------------------------------------------------------------
 
 
@@ -400,6 +426,7 @@ def parts(bench: Bench, group: str) -> list[Callable[[], Iterator[Row]]]:
         ],
         "linear": [partial(training, bench)],
         "decode": [partial(decode, bench)],
+        "invariant": [partial(invariant, bench)],
     }
     return results[group]
 
@@ -474,7 +501,7 @@ def tuned(bench: Bench, kinds: list[str], header: Path, save: Callable[[dict[str
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    groups = ("casts", "skinny", "attention", "gemm", "experts", "linear", "decode", "tiles")
+    groups = ("casts", "skinny", "attention", "gemm", "experts", "linear", "decode", "invariant", "tiles")
     parser.add_argument("group", choices=groups)
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--tune", action="store_true", help="with tiles: measure the table and write --header")

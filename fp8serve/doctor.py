@@ -131,11 +131,16 @@ def _serving(model_dir: Path) -> dict[str, Any]:
     from fp8serve.model.config.decoder import read_any_config
     from fp8serve.model.config.model_config import ModelConfig
     from fp8serve.model.device import find_device
+    from fp8serve.model.parity import describe_invariant_mode, unsupported_in_invariant_mode
     from fp8serve.model.weight_memory import estimate_weight_memory
 
     choice, config = find_device(model_dir, "stored"), read_any_config(model_dir)
     options, is_on_gpu = EngineOptions(device=choice.device), choice.device != "cpu"
     cache_dtype = derive_kv_cache_dtype(model_dir, options, has_stored_weights=True)
+    invariant = None  # for a model that does not generate
+    if isinstance(config, ModelConfig):
+        unsupported = unsupported_in_invariant_mode(choice.device, config, uses_mx=False)
+        invariant = f"not supported: {unsupported}" if unsupported else describe_invariant_mode(choice.device)
     if is_on_gpu and isinstance(config, ModelConfig):
         weights = estimate_weight_memory(model_dir, "stored").served
         token_bytes = cache_bytes(config, 1, torch.float8_e4m3fn if cache_dtype == "fp8" else torch.bfloat16)
@@ -150,6 +155,7 @@ def _serving(model_dir: Path) -> dict[str, Any]:
         "gpu_memory": options.gpu_memory,
         "threads": options.threads or torch.get_num_threads(),
         "cuda_graphs": graph_sizes(options.num_seqs) if is_on_gpu else [],
+        "invariant": invariant,
     }
 
 

@@ -9,6 +9,8 @@
 // many tokens as sequences is decoding and launches no kernel for prompts. In a call with fewer tokens some
 // sequences are empty padding.
 //
+// In the invariant mode warps handle all sequences.
+//
 // If there are few rows, several blocks share their segments, and `merge_parts` merges the parts that both
 // kernels stored.
 #include <climits>
@@ -95,15 +97,17 @@ bool fits(const Call& call) {
 bool may_have_prompts(const Call& call, const OnDevice& device) {
   const Work& w = call.work;
   const int64_t rows = call.tokens * w.group;
-  return FP8SERVE_HAVE_wgmma && call.tokens != w.sequences && rows >= kPromptRows && aligned(w.q, 16) &&
-         gemm_switches.on(GemmKernel::attention_wgmma) && device.capability() == 90;
+  return FP8SERVE_HAVE_wgmma && !is_invariant() && call.tokens != w.sequences && rows >= kPromptRows &&
+         aligned(w.q, 16) && gemm_switches.on(GemmKernel::attention_wgmma) && device.capability() == 90;
 }
 
 // Blocks have one warp if sequences have at most 16 rows on average, or if longer sequences are prompts.
+// Blocks of one warp and of four take the dimensions of FP8 keys in another order within a product: in the
+// invariant mode all have one.
 MmaGrid mma_grid(const Call& call, bool prompts) {
   const Work& w = call.work;
   const bool few = call.tokens * w.group <= int64_t{kWarpRows} * w.sequences;
-  const int warps = few || prompts ? 1 : 4;
+  const int warps = few || prompts || (is_invariant() && is_fp8(call.cache)) ? 1 : 4;
   return {warps, tiles_of(w, call.tokens, kWarpRows * warps), 1};
 }
 

@@ -18,9 +18,14 @@
 //   operands for which the driver cannot encode a TMA descriptor
 //
 // cuBLASLt multiplies where the table of tiles says that it is faster (gemm_torch.h). scaled_mm_by runs the
-// kernel that the caller names, for tests and for measuring the table of tiles. gemm_kernels switches kernels
-// off; if none of ours is left, cuBLASLt multiplies, and if it is off or does not take the product, the
-// reference.
+// kernel that the caller names, for tests and for measuring the table of tiles.
+//
+// In the invariant mode (`by_rows` is off) the formats alone choose the kernel, and a row has the same bits
+// however many are computed: E4M3 x E4M3 and BF16 take the skinny kernel up to 64 rows and the tall kernel,
+// which adds in the same order, for more; other formats take the mma kernel.
+//
+// gemm_kernels switches kernels off; if none of ours is left, cuBLASLt multiplies, and if it is off or does
+// not take the product, the reference.
 #include <torch/csrc/stable/library.h>
 
 #include <array>
@@ -102,14 +107,18 @@ bool skinny_takes(const Gemm& g) { return decoding(g) && gemm_switches.on(GemmKe
 // Returns whether the skinny kernel is tried first. Without an FP8 warp instruction (Hopper, sm_100) it
 // multiplies in FP16: from 17 rows on it is first only if the table chooses it.
 bool skinny_is_first(const Gemm& g, const OnDevice& device) {
+  if (is_invariant()) return decoding(g);
   if (!skinny_takes(g)) return false;
   const int chip = family_of(device.capability());
   return g.m <= 16 || (chip != 90 && chip != 100) || looked_up(g, device).tile == Tile::skinny;
 }
 
+bool tall_is_first(const Gemm& g) { return is_invariant() && g.m > kSkinnyRows && !g.a_e5m2 && !g.b_e5m2; }
+
 // Returns false if no kernel that is on takes the product.
 bool run(const Gemm& g, const OnDevice& device, const Product& p) {
   if (skinny_is_first(g, device)) return gemm_skinny(g, device), true;
+  if (is_invariant()) return (tall_is_first(g) ? gemm_tall : gemm_mma)(g, device), true;
   const TileChoice best = looked_up(g, device);
   if (best.tile == Tile::cublaslt && gemm_cublaslt_if_on(p, device)) return true;
   if (gemm_first_tile(g, best, device, p.out)) return true;
@@ -121,6 +130,7 @@ bool run(const Gemm& g, const OnDevice& device, const Product& p) {
 // Runs the kernel of that name. Returns false if there is none, or it does not take the product.
 bool run_by(const std::string& kernel, int swizzle, const Gemm& g, const OnDevice& device, const Product& p) {
   if (kernel == "mma") return gemm_mma(g, device), true;
+  if (kernel == "tall") return !g.a_e5m2 && !g.b_e5m2 && (gemm_tall(g, device), true);
   if (kernel == "skinny") return decoding(g) && (gemm_skinny(g, device), true);
   if (kernel == "cublaslt") return cublaslt_for(p).has_value() && (gemm_cublaslt(p, device), true);
   constexpr std::array kTiles = {"large", "medium", "small", "thin128", "thin64", "thin32"};  // Tile's order
@@ -395,8 +405,8 @@ Tensor stored_rotary_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale,
   return q;
 }
 
-// scaled_mm by the kernel called `kernel`, even if that is switched off: "skinny", "mma", "cublaslt", or
-// CUTLASS's "large", "medium", "small", "thin128", "thin64", "thin32".
+// scaled_mm by the kernel called `kernel`, even if that is switched off: "skinny", "tall", "mma", "cublaslt",
+// or CUTLASS's "large", "medium", "small", "thin128", "thin64", "thin32".
 Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                     const std::optional<Tensor>& bias, ScalarType out_dtype, std::string kernel,
                     int64_t swizzle) {
@@ -481,7 +491,7 @@ Tensor mm(const Tensor& a_in, const Tensor& b_in, const std::optional<Tensor>& b
                .bias_type = number_of(bias.scalar_type()),
                .out_type = number_of(out_dtype),
                .out = out.data_ptr()};
-  g.m <= kSkinnyRows ? gemm_skinny_bf16(g, device) : gemm_mma_bf16(g, device);
+  (g.m <= kSkinnyRows ? gemm_skinny_bf16 : is_invariant() ? gemm_tall_bf16 : gemm_mma_bf16)(g, device);
   return out;
 }
 
@@ -515,8 +525,9 @@ struct Uncast {
 };
 
 // Returns residual + product, where the product is rounded to the residual's type before the addition. The
-// skinny kernel adds the residual itself; after any other kernel a second launch adds it. With `from`, in.a
-// is uninitialised: it receives the cast of from->x unless the skinny kernel casts as it loads.
+// skinny and the tall kernel add the residual themselves; after any other kernel a second launch adds it.
+// With `from`, in.a is uninitialised: it receives the cast of from->x unless the skinny kernel casts as it
+// loads.
 Tensor product_onto(const DeviceContract& check, const Operands& in, const Tensor& residual_in,
                     const Uncast* from = nullptr) {
   check.rank("a", in.a, 2);
@@ -525,15 +536,14 @@ Tensor product_onto(const DeviceContract& check, const Operands& in, const Tenso
   const Tensor residual = dense(residual_in);
   return with_gemm(check, in, residual.scalar_type(), [&](Gemm g, const OnDevice& device, const Product& p) {
     g = with_stored(g, in.b);
-    const bool skinny = skinny_is_first(g, device);
-    if (skinny) g.residual = residual.data_ptr();
+    const bool skinny = skinny_is_first(g, device), adds = skinny || tall_is_first(g);
+    if (adds) g.residual = residual.data_ptr();
     if (skinny && from != nullptr && !g.b_scale.inside()) {
       return gemm_skinny_casting(g, {data<BF16>(from->x), data<float>(from->scale), from->out}, device);
     }
     if (from != nullptr) cast_plain(from->x, from->scale, in.a, from->out, device);
-    if (skinny) return gemm_skinny(g, device);
     if (!run(g, device, p)) gemm_reference(p);
-    add(p.out, residual, device);
+    if (!adds) add(p.out, residual, device);
   });
 }
 

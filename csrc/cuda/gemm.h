@@ -10,8 +10,9 @@
 //   out = saturate(product * out_scale) in FP8, and amax = max |product|
 //
 // Kernels: gemm_sm89.cu takes every problem on every chip (mma.sync). gemm_skinny.cu takes up to 64 rows
-// (decoding). gemm_sm90.cu, gemm_sm100.cu and gemm_sm120.cu take the cases for which a CUTLASS kernel is
-// compiled and return false for all others. gemm.cu tries the kernels in order of speed.
+// (decoding), and gemm_tall.cu adds in its order for any number of rows. gemm_sm90.cu, gemm_sm100.cu and
+// gemm_sm120.cu take the cases for which a CUTLASS kernel is compiled and return false for all others.
+// gemm.cu tries the kernels in order of speed.
 #pragma once
 
 #include "cuda/casts.h"
@@ -51,7 +52,7 @@ struct Gemm {
   const void* bias;  // [n] or null
   Number bias_type, out_type;
   void* out;                         // [m, n]
-  const void* residual = nullptr;    // [m, n] of out_type, or null; only the skinny kernel adds it
+  const void* residual = nullptr;    // [m, n] of out_type, or null; the skinny and the tall kernel add it
   const float* out_scale = nullptr;  // if set, out holds FP8, and out_type is ignored
   float* amax = nullptr;             // with out_scale: receives the largest |value|
   AmaxScratch scratch = {};          // where that is brought together; without: in *amax, which holds 0
@@ -88,6 +89,12 @@ constexpr int kSkinnyRows = 64;
 
 void gemm_mma(const Gemm& g, const OnDevice& device);
 void gemm_skinny(const Gemm& g, const OnDevice& device);  // m <= kSkinnyRows
+
+// Returns how many warps of a block of the skinny kernel share K, which decides the order of its sums. It
+// depends on the weights and the chip alone.
+int skinny_warps(const Gemm& g, const OnDevice& device);
+// Multiplies any number of rows with the sums of the skinny kernel, bit for bit. The operands are E4M3.
+void gemm_tall(const Gemm& g, const OnDevice& device);
 
 // CUTLASS kernels. They return false if no kernel is compiled for the problem and this tile, or CUTLASS
 // refuses it. `outside`: scales per tensor or row; `inside`: a per 1x128, b per 1x128 or 128x128.

@@ -20,5 +20,6 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
 
 void gemm_mma_bf16(const Gemm& g, const OnDevice& device);
 void gemm_skinny_bf16(const Gemm& g, const OnDevice& device);
+void gemm_tall_bf16(const Gemm& g, const OnDevice& device);
 
 }  // namespace fp8serve

@@ -24,13 +24,11 @@
 // its own row is the first of these, and returns if it is not.
 #include "cuda/gemm_grouped.h"
 #include "cuda/gemm_skinny.h"
+#include "cuda/skinny_order.h"
 
 namespace fp8serve {
 namespace {
 
-constexpr int kRows = 16;   // weight rows of a block
-constexpr int kLine = 128;  // bytes
-constexpr int kWarps = 8;   // of a team
 constexpr int kThreads = 32 * kWarps, kMostTeams = 2;
 static_assert(kWarps == kReportingWarps);  // the first team reports
 constexpr int kGroupsOfExpert = 2, kRowsOfExpert = 8 * kGroupsOfExpert;
@@ -310,38 +308,11 @@ class NormedActivations {
   CastCounts counts_;
 };
 
-// 16 weight rows x 8 tokens over 128 of K.
-template <Element kElement, class Tiles, class From>
-__device__ __forceinline__ void multiply(float (&part)[4], const Tiles& tiles, From& from, int group,
-                                         int block) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint4 x = tiles.activations(from, group, half, block);
-    const uint4 low = tiles.weights(half, 0), high = tiles.weights(half, 1);
-    multiply_add<kElement, kElement>(part, {low.x, high.x, low.y, high.y}, {x.x, x.y});
-    multiply_add<kElement, kElement>(part, {low.z, high.z, low.w, high.w}, {x.z, x.w});
-  }
-}
-
-// The operands of the epilogue besides the sum. They are loaded before the sum begins, because after it the
-// kernel would have to wait for them. For many tokens they would occupy too many registers during the sum,
-// and are loaded after it.
-struct EpilogueOperands {
-  float a_scale, b_scale, bias, residual;
-};
+// The operands of the epilogue are loaded before the sum begins, because after it the kernel would have to
+// wait for them. For many tokens they would occupy too many registers during the sum, and are loaded after
+// it.
 template <int kGroups>
 constexpr bool kLoadsEpilogueFirst = kGroups <= 2;
-
-__device__ __forceinline__ EpilogueOperands load_epilogue_operands(const Gemm& g, int token, int column) {
-  const int64_t at = static_cast<int64_t>(token) * g.n + column;
-  return {g.a_scale.outer(token), g.b_scale.outer(column), bias_at(g, column),
-          g.residual == nullptr ? 0.0f : load(g.residual, at, g.out_type)};
-}
-
-__device__ __forceinline__ float apply_epilogue(const Gemm& g, float sum, const EpilogueOperands& end) {
-  const float product = scaled_by(sum, end.a_scale, end.b_scale) + end.bias;
-  return g.residual == nullptr ? product : rounded(product, g.out_type) + end.residual;
-}
 
 // Returns the problem of an expert's rows from `row` on, at most kRowsOfExpert.
 __device__ __forceinline__ Gemm from_row(Gemm g, int row) {
@@ -533,7 +504,7 @@ __device__ __forceinline__ void compute(const Gemm& g, const BlockRows& rows,
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int of = j * 8 + lane % 4 * 2 + e % 2;
-        total[j][e] += kInside ? sum[e] * (by_row[e / 2] * g.a_scale.inner(of, g.m, block)) : sum[e];
+        add_block<kInside>(total[j][e], sum[e], g, by_row[e / 2], of, block);
       }
     }
     prefetcher.prefetch(from, block + prefetcher.kAhead * stride);
@@ -628,6 +599,8 @@ void launch_fused(const Gemm& g, const OnDevice& device, const Normed* norm,
 }
 
 }  // namespace
+
+int skinny_warps(const Gemm& g, const OnDevice& device) { return threads_for(g, device) / 32; }
 
 void gemm_skinny(const Gemm& g, const OnDevice& device) {
   const bool inside = g.a_scale.inside() || g.b_scale.inside();

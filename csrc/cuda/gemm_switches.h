@@ -18,6 +18,7 @@ namespace fp8serve {
 //   mma               gemm_sm89.cu
 //   cublaslt          torch's product with a scale per tensor
 //   cublaslt_rows     torch's product with a scale per row of one operand or of both
+//   tall              gemm_tall.cu, which only the invariant mode uses
 //   grouped_cutlass   CUTLASS, for products of experts
 //   attention_mma     attention on tensor cores; if off, attention uses no tensor cores at all
 //   attention_wgmma   attention on warpgroups; if off, attention_mma takes prompts, too
@@ -27,6 +28,7 @@ namespace fp8serve {
 //   rotary            product of queries, keys and values, rotary embedding and cache write in one launch; if
 //                     off, a second launch rotates and writes
 //   normed            a product that casts the norm of its input; if off (the default), another launch casts
+//   by_rows           no kernel; if off, no kernel is chosen by the number of rows (the invariant mode)
 enum class GemmKernel : uint8_t {
   skinny,
   large,
@@ -38,6 +40,7 @@ enum class GemmKernel : uint8_t {
   mma,
   cublaslt,
   cublaslt_rows,
+  tall,
   grouped_cutlass,
   attention_mma,
   attention_wgmma,
@@ -45,12 +48,14 @@ enum class GemmKernel : uint8_t {
   early_weights,
   gated,
   rotary,
-  normed
+  normed,
+  by_rows
 };
-inline constexpr std::array<std::string_view, 18> kGemmKernels = {
-    "skinny",          "large",   "medium",        "small",         "thin128",         "thin64",
-    "thin32",          "mma",     "cublaslt",      "cublaslt_rows", "grouped_cutlass", "attention_mma",
-    "attention_wgmma", "overlap", "early_weights", "gated",         "rotary",          "normed"};
+inline constexpr std::array<std::string_view, 20> kGemmKernels = {
+    "skinny",        "large",           "medium",        "small",           "thin128",
+    "thin64",        "thin32",          "mma",           "cublaslt",        "cublaslt_rows",
+    "tall",          "grouped_cutlass", "attention_mma", "attention_wgmma", "overlap",
+    "early_weights", "gated",           "rotary",        "normed",          "by_rows"};
 
 class GemmSwitches {
  public:
@@ -87,5 +92,8 @@ class GemmSwitches {
   std::atomic<uint32_t> off_{1u << static_cast<int>(GemmKernel::normed)};
 };
 inline GemmSwitches gemm_switches;
+
+// Returns whether the order of every sum must not depend on the number of rows that are computed together.
+inline bool is_invariant() { return !gemm_switches.on(GemmKernel::by_rows); }
 
 }  // namespace fp8serve

@@ -80,6 +80,8 @@ def _print(report: dict[str, Any]) -> None:
     if (serving := report["serving"]) is not None:
         print(f"serving  device auto: {serving['device']}, because {serving['reason']}")
         print(f"         {_limits(serving)}")
+        if serving["invariant"] is not None:
+            print(f"         with --invariant: {serving['invariant']}")
     print()
     numerics = report["numerics"]
     rows = [(op, kernel, numerics.get(op, "")) for op, kernel in sorted(report["kernels"].items())]

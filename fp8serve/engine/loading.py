@@ -28,11 +28,12 @@ from fp8serve.engine.saved_prefixes import SavedPrefixes, open_prefixes
 from fp8serve.engine.scale_monitor import Calibration, ScaleMonitor, describe_input_scale
 from fp8serve.engine.task import check_generates
 from fp8serve.engine.weights import check_weights, exchange_weights
-from fp8serve.errors import MachineError, ModelError, ScalesError
+from fp8serve.errors import MachineError, ModelError, RequestError, ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.attention import KvScale
-from fp8serve.fp8.batch_invariant import use_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products, use_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear, make_rows_independent
+from fp8serve.fp8.ops.arithmetic import E8M0
 from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, as_delayed
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.model import parity
@@ -96,6 +97,7 @@ class LoadedModel:
             "dtype": str(next(self.runner.model.parameters()).dtype).removeprefix("torch."),
             "kv_cache_dtype": options.kv_cache_dtype,
             "head_dtype": options.head_dtype,
+            "invariant": options.invariant,
             "max_model_len": self.plan.max_model_len,
             "max_num_seqs": options.num_seqs,
             "max_batch_tokens": options.step_tokens,
@@ -172,6 +174,11 @@ def load(
     loaded_draft = None if draft_dir is None else load_draft(draft_dir, model, options)
     phases.end("weights")
     frozen = _frozen(model)
+    if options.invariant:
+        if device.type == "cuda" and options.block_size & (options.block_size - 1):
+            raise RequestError(f"invariant needs a block_size that is a power of 2, found {options.block_size}.")
+        uses_mx = any(layer.weight_scale_inv.dtype == E8M0 for layer in frozen.values())
+        log.info("%s", parity.use_invariant_mode(options.device, config, uses_mx))
     scales_follow_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
     prepare_for_serving(model, options.device)
     cache_scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
@@ -379,14 +386,15 @@ def _path(text: str | None) -> Path | None:
 
 
 def prepare_for_serving(model: AnyModel, device: str) -> None:
-    """Makes dynamic scales, and on a CPU also products, of each row independent of the other rows. Fuses linear layers.
+    """Makes dynamic scales of each row independent of the other rows; on a CPU, and on a GPU with invariant kernels,
+    also products. Fuses linear layers.
 
-    PyTorch's kernels choose the order of a product's sums by the number of rows. On a CPU, this project's kernels
-    replace them. An encoder's layers are fused only on a CPU.
+    PyTorch's kernels choose the order of a product's sums by the number of rows. This project's kernels replace them.
+    An encoder's layers are fused only on a CPU.
     """
     make_rows_independent(model)
     on_cpu = torch.device(device).type == "cpu"
-    if on_cpu:
+    if on_cpu or has_batch_invariant_products(device):
         use_batch_invariant_products(model)
     if on_cpu or not isinstance(model, Encoder):
         model.join()

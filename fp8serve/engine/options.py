@@ -109,6 +109,13 @@ class EngineOptions:
         bool | None,
         About("Replay steps as CUDA graphs.", unset="on a GPU", flag="--cuda-graphs/--no-cuda-graphs"),
     ] = None
+    invariant: Annotated[
+        bool,
+        About(
+            "Sum in an order that does not depend on the number of rows, so that answers do not depend on the batch, "
+            "and log-probabilities are those of training. On a GPU this is slower; a CPU always does it."
+        ),
+    ] = False
     cache_dir: Annotated[
         str | None,
         Len(1),

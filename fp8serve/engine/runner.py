@@ -39,6 +39,7 @@ from fp8serve.engine.step import Queries, StepTensors, flatten, to_device
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.attention import KvScale
+from fp8serve.fp8.batch_invariant import log_softmax
 from fp8serve.fp8.change_tracking import CapturedModel
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.frozen import FrozenLinear
@@ -158,7 +159,7 @@ class Runner:
         scores: list[TokenLogprob] = []
         for rows in torch.split(hidden, SCORED_ROWS):
             targets = tokens[len(scores) : len(scores) + len(rows)]
-            logprobs = torch.log_softmax(self.model.logits(rows), -1)
+            logprobs = log_softmax(self.model.logits(rows))
             target_logprobs = logprobs.gather(1, to_device(targets, torch.long, logprobs.device)[:, None])
             best = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), -1)
             columns = (targets, target_logprobs[:, 0].tolist(), best.indices.tolist(), best.values.tolist())

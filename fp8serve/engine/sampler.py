@@ -33,6 +33,7 @@ from fp8serve.engine.sampling_params import MAX_LOGPROBS
 from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.step import to_device
 from fp8serve.fp8 import ops as ops  # registers the ops called below
+from fp8serve.fp8.batch_invariant import log_softmax
 
 if TYPE_CHECKING:
     from fp8serve.engine.grammar import Mask  # only as a type, because the tests on a GPU have no llguidance
@@ -265,7 +266,7 @@ def _top_logprobs(logits: Tensor, plan: SamplingPlan) -> _TopLogprobs | None:
     are applied to `logits`."""
     if not plan.logprobs:
         return None
-    logprobs = torch.log_softmax(logits[plan.logprob_rows], -1)
+    logprobs = log_softmax(logits[plan.logprob_rows])
     # The same k for every batch: topk's choice among equal values may depend on k, and so on other requests.
     top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), -1)
     return _TopLogprobs(logprobs, top.values, top.indices)

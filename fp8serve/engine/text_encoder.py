@@ -92,6 +92,8 @@ class TextEncoder:
         _check_options(options, task)
         options = open_device(Path(model_dir), options)
         device = torch.device(options.device)
+        if options.invariant and device.type != "cpu":
+            raise RequestError(f"On a GPU, invariant is for models that generate; leave it out to {task}.")
         self.options = step_limits(options, gpu_memory_info(device)[1]) if device.type == "cuda" else options
         scales = None if options.scales is None else Path(options.scales)
         self.model = load_any_servable(model_dir, parse_recipe(options.recipe), scales, options.device)

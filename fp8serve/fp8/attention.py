@@ -6,13 +6,13 @@ One call of scaled_dot_product_attention takes sequences of equal length. Sequen
 one by one, unless the GPU can run flash attention, the op beneath it. Flash attention takes the boundaries of all
 sequences in one call.
 
-`served_attention` has the same bits as serving. Its forward pass runs the op of serving, `paged_attention`, with the
-new keys and values as its cache, in blocks of one token. The result of a query depends only on the query, its keys and
-its position (csrc/cpu/attention.h). So it has the same bits as in prefill, decoding, any chunk and with any cached
-prefix. With the scales of an FP8 cache (`KvScale`), keys and values are cast as in serving. The backward pass saves
-queries, keys and values only, and recomputes the attention weights. It runs our op `attention_backward` on a CPU;
-without a kernel it computes the gradient of `causal_attention`. The gradient of the cast to an FP8 cache is the
-identity.
+On a CPU, and on a GPU with invariant kernels (batch_invariant.py), `served_attention` has the same bits as serving. Its
+forward pass runs the op of serving, `paged_attention`, with the new keys and values as its cache, in blocks of one
+token. The result of a query depends only on the query, its keys and its position (csrc/cpu/attention.h). So it has the
+same bits as in prefill, decoding, any chunk and with any cached prefix. With the scales of an FP8 cache (`KvScale`),
+keys and values are cast as in serving. The backward pass saves queries, keys and values only, and recomputes the
+attention weights. It runs our op `attention_backward` on a CPU; elsewhere it computes the gradient of
+`causal_attention`. The gradient of the cast to an FP8 cache is the identity.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8 import ops
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.fp8.ops.attention import attention_mask, attention_weights
 
 E4M3 = torch.float8_e4m3fn
@@ -212,7 +213,7 @@ class _ServedAttention(torch.autograd.Function):
         q, k, v, sinks = cast(list[Tensor], [None if t is None else t.detach() for t in ctx.saved_tensors])
         if ctx.scale is not None:
             k, v = _round_to_e4m3(k, ctx.scale.k, ctx.scale.k_inv), _round_to_e4m3(v, ctx.scale.v, ctx.scale.v_inv)
-        backward = _backward if has_serving_kernel(q) else _backward_by_torch
+        backward = _backward if has_serving_kernel(q) and q.device.type == "cpu" else _backward_by_torch
         gradients = backward(grad, q, k, v, sinks, ctx.options, ctx.needs_input_grad[:4])
         return *gradients, None, None
 
@@ -241,9 +242,10 @@ def served_attention(
 
 
 def has_serving_kernel(q: Tensor) -> bool:
-    """Returns whether a kernel of serving supports these queries: BF16 on a CPU, outside of torch.compile."""
-    is_cpu_bf16 = q.device.type == "cpu" and q.dtype == torch.bfloat16
-    return _HAS_KERNEL and is_cpu_bf16 and not torch.compiler.is_compiling()
+    """Returns whether a kernel of serving that gives these queries the bits of serving supports them: BF16 on a CPU or
+    on a GPU with invariant kernels, outside of torch.compile."""
+    has_kernel = _HAS_KERNEL if q.device.type == "cpu" else has_batch_invariant_products(q.device.type)
+    return has_kernel and q.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
 
 
 def _run_paged_attention(
@@ -252,7 +254,7 @@ def _run_paged_attention(
     if scale is not None:
         k, v = (_quantize(x, s, E4M3)[0] for x, s in ((k, scale.k), (v, scale.v)))
     scales = (None, None) if scale is None else (scale.k_inv, scale.v_inv)
-    tables = _paging_tables(options.lengths, q.device)
+    tables = _paging_tables(tuple(options.lengths), q.device)
     scores = options.softmax_scale, options.window, options.softcap
     return cast(Tensor, _paged_attention(q, k.unsqueeze(1), v.unsqueeze(1), *tables, *scales, *scores, sinks))
 
@@ -281,12 +283,15 @@ def _backward_by_torch(
     return tuple(gradients.get(i) for i in range(len(needed)))
 
 
-def _paging_tables(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns block_tables [S, longest], context_lens [S] and query_starts [S + 1], int32, for blocks of one token."""
-    counts = torch.tensor(lengths, dtype=torch.int32)
-    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
-    tables = torch.arange(max(lengths, default=0), dtype=torch.int32) + starts[:-1, None]
-    return tables.to(device), counts.to(device), starts.to(device)
+@lru_cache(maxsize=4)
+def _paging_tables(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns block_tables [S, longest], context_lens [S] and query_starts [S + 1], int32, for blocks of one token. All
+    layers of a batch use one copy on the device."""
+    with torch.inference_mode(False):
+        counts = torch.tensor(lengths, dtype=torch.int32)
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
+        tables = torch.arange(max(lengths, default=0), dtype=torch.int32) + starts[:-1, None]
+        return tables.to(device), counts.to(device), starts.to(device)
 
 
 def _round_to_e4m3(x: Tensor, scale: Tensor, scale_inv: Tensor) -> Tensor:

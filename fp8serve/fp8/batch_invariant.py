@@ -5,6 +5,11 @@ number of other tokens. The op `mm` (csrc/cpu/gemm.h) sums in the same order for
 and logits have the same bits in a training batch, in a chunk of a prompt and during decoding. The products are
 differentiable. The backward pass uses torch's products, because serving has no backward pass.
 
+On a CPU all kernels are batch-invariant. On a GPU they are after `use_invariant_kernels`, for the whole process: FP8
+and BF16 products of up to 64 rows run the skinny kernel, those of more rows the tall kernel, which sums in the same
+order (csrc/cuda/gemm_tall.cu), and attention runs on warps only. cuBLASLt, CUTLASS and warpgroups, whose sums may
+depend on the number of rows, are not used.
+
 Without a kernel for the device or the dtype, all products are torch's.
 """
 
@@ -16,15 +21,20 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops
+from fp8serve.fp8.ops.libraries import INVARIANT_SWITCH
 from fp8serve.fp8.ops.packing import pack_into, pack_state_dict_weight
+from fp8serve.fp8.selfcheck.switches import disabled_kernels, set_disabled_kernels
 
 if TYPE_CHECKING:
     from fp8serve.fp8.lora import ServedAdapters
 
 _mm = torch.ops.fp8serve.mm.default
 _packed_mm = torch.ops.fp8serve.packed_mm.default
-_HAS_KERNEL = "cpu kernel" in ops.backends("cpu")["mm"]
+_invariant_devices = {"cpu"} if "cpu kernel" in ops.backends("cpu")["mm"] else set[str]()  # types of devices
+_GPU_OPS = ("scaled_mm", "stored_mm", "scaled_mm_add", "mm", "paged_attention", "rms_norm")
+_GPU_KERNELS = ("skinny", "tall", "mma")
 
 
 class _Product(torch.autograd.Function):
@@ -46,7 +56,7 @@ class _Product(torch.autograd.Function):
 
 def is_batch_invariant(x: Tensor, weight: Tensor) -> bool:
     """Returns whether `product` of these tensors runs our batch-invariant kernel."""
-    return _HAS_KERNEL and x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
+    return x.device.type in _invariant_devices and x.dtype == weight.dtype == torch.bfloat16
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -107,8 +117,47 @@ class BatchInvariantLinear(nn.Linear):
 
 
 def has_batch_invariant_products(device: str) -> bool:
-    """Returns whether all GEMMs on this device run our CPU kernels, which are batch-invariant."""
-    return all("cpu kernel" in ops.backends(device)[op] for op in ("scaled_mm", "scaled_mm_add", "mm"))
+    """Returns whether all GEMMs on this device run batch-invariant kernels of ours."""
+    kind = torch.device(device).type
+    if kind != "cpu":
+        return kind in _invariant_devices
+    backends = ops.backends("cpu")
+    return all(backends[op].startswith("cpu kernel") for op in ("scaled_mm", "scaled_mm_add", "mm"))
+
+
+def use_invariant_kernels(device: str) -> None:
+    """Makes products and attention on a GPU independent of the number of rows, for the rest of the process.
+
+    On a CPU they always are. Raises MachineError if this machine lacks a kernel that this needs.
+    """
+    kind = torch.device(device).type
+    if kind == "cpu":
+        if not has_batch_invariant_products(device):
+            raise MachineError("invariant needs fp8serve's CPU kernels, which are not built here; leave invariant out.")
+        return
+    backends = ops.backends(kind)
+    if missing := [op for op in _GPU_OPS if not backends.get(op, "").startswith("cuda kernel")]:
+        raise MachineError(f"invariant needs fp8serve's CUDA kernel of {missing[0]}, which this GPU does not run here.")
+    here = torch.empty(1, device=device)
+    disabled = disabled_kernels(torch.ops.fp8serve, here)
+    if wrong := [kernel for kernel in _GPU_KERNELS if kernel in disabled]:
+        raise MachineError(
+            f"invariant needs the kernel {wrong[0]}, which is switched off on this GPU; see `fp8serve doctor`."
+        )
+    set_disabled_kernels(torch.ops.fp8serve, here, disabled | {INVARIANT_SWITCH})
+    _invariant_devices.add(kind)
+
+
+def log_softmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns log softmax of each row of `logits`, FP32 [rows, vocab]. It may be written to `out`.
+
+    On a GPU, torch adds up a row in an order that depends on whether the row begins at a multiple of 16 bytes. Where
+    rows must be independent of each other, they are padded to a multiple, which adds zeros to the sum.
+    """
+    padding = -logits.shape[-1] % 4
+    if padding == 0 or logits.device.type == "cpu" or logits.device.type not in _invariant_devices:
+        return torch.log_softmax(logits, -1, out=out)
+    return torch.log_softmax(F.pad(logits, (0, padding), value=-math.inf), -1)[..., :-padding]
 
 
 def use_batch_invariant_products(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.attention import KvScale, served_attention
 from fp8serve.fp8.autocast import autocast
-from fp8serve.fp8.batch_invariant import has_batch_invariant_products, use_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products, log_softmax, use_batch_invariant_products
 from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.dpa import DotProductAttention, KvRecordingAttention
 from fp8serve.fp8.frozen import make_rows_independent
@@ -66,8 +66,7 @@ class _TargetLogProbs(torch.autograd.Function):
         for rows, scaled_logits, buffer in _fp32_chunks(logits, temperature):
             if hits is not None:
                 hits[rows] = scaled_logits.argmax(-1) == targets[rows]
-            torch.log_softmax(scaled_logits, -1, out=buffer)
-            log_probs[rows] = buffer.gather(1, targets[rows, None])[:, 0]
+            log_probs[rows] = log_softmax(scaled_logits, out=buffer).gather(1, targets[rows, None])[:, 0]
         return log_probs
 
     @staticmethod

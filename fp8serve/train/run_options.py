@@ -63,6 +63,10 @@ class RunOptions:
         OptimizerStates, About("Precision of the optimizer's moments of matrices; 8bit needs torchao.")
     ] = "fp32"
     recompute: Annotated[bool, About("Activation checkpointing: keep only the inputs of layers.")] = False
+    invariant: Annotated[
+        bool,
+        About("On a GPU, sum in the order of a server with --invariant, for equal log-probabilities; slower."),
+    ] = False
     fsdp: Annotated[bool, About("Shard weights, gradients and moments over the processes (FSDP2).")] = False
     seed: Annotated[int, Ge(0), Le(2**31 - 1), About("Seed of the data order.")] = 0
     save_every: Annotated[

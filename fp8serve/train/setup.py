@@ -21,6 +21,7 @@ from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_trainable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.formats.quantization_config import quantization_files
+from fp8serve.model.parity import use_invariant_mode
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.storage.memory import trim
 from fp8serve.model.stored_checkpoint import matrices_note
@@ -118,6 +119,9 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     check_layers(config, model)
     recipe = config.fp8_recipe
     check_device(config.device)
+    if config.invariant:
+        uses_mx = recipe is not None and recipe.specs.linear["input"].is_mx
+        on_event(message("invariant", use_invariant_mode(config.device, model, uses_mx)))
     cache = TokenCache(config, source, Tokenizer.from_dir(source, config.today), on_event, writes=ranks.is_first)
     items, counts = cache.load("data")
     report_data(counts, on_event, reader_of(config).requirement)

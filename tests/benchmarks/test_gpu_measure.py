@@ -36,6 +36,7 @@ GOALS = {
     "experts": [],
     "linear": ["linears of Llama 8B, delayed over BF16", "linears of Llama 8B, delayed over current"],
     "decode": ["decode 1.1B batch 1"],
+    "invariant": [],
 }
 
 

@@ -97,6 +97,8 @@ def runs() -> Iterator[Run]:
     for rows, k in ((5, 1200), (70, 656)):  # the skinny kernel with two teams, and the mma kernel
         for by in ("tensor", "1x128"):
             yield f"scaled_mm {rows} rows, {by}", partial(multiply, rows=rows, k=k, by=by)
+    for by in ("tensor", "1x128"):
+        yield f"scaled_mm by the tall kernel, {by}", partial(multiply, rows=70, k=656, by=by, kernel="tall")
     yield "stored_mm of a norm", multiply_norm
     yield "scaled_mm_add by mma", lambda kernels: kernels.run("scaled_mm_add", *operands(70, 72, 64), None, RESIDUAL)
     yield "grouped_mm of a few rows", multiply_experts
@@ -135,11 +137,12 @@ def on_hopper(kernels: Kernels) -> Iterator[None]:
         kernels.ops.be(*CHIP)
 
 
-def multiply(kernels: Kernels, rows: int, k: int, by: str) -> None:
+def multiply(kernels: Kernels, rows: int, k: int, by: str, kernel: str = "") -> None:
     """Multiplies; few rows run on Hopper, whose shared memory has space for two teams."""
     a, b, a_scale, b_scale = operands(rows, 72, k, by, by)
+    op, named = ("scaled_mm_by", (kernel, 1)) if kernel else ("scaled_mm", ())
     with on_hopper(kernels) if rows <= 16 else nullcontext():
-        found = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
+        found = kernels.run(op, a, b, a_scale, b_scale, None, torch.float32, *named)
     assert_within_accumulation(found, a, b, a_scale, b_scale)
 
 

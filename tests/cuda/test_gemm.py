@@ -153,7 +153,7 @@ def test_fp8_output_of_nan_and_of_no_rows(kernels):
         kernels.run("scaled_mm_quantize", a, b, *rest, torch.tensor(1.0), BF16)
 
 
-NAMED = ("skinny", "mma", *TILES)
+NAMED = ("skinny", "tall", "mma", *TILES)
 
 
 @pytest.mark.parametrize("shape", [(24, 64, 256), (300, 136, 400)])
@@ -175,7 +175,7 @@ def test_every_kernel_called_by_name_is_exact_or_refuses(kernels, shape):
     assert "mma" in available
     assert ("skinny" in available) == (shape[0] <= 64)
     if kernels.device == "cpu":
-        assert available <= {"skinny", "mma"}
+        assert available <= {"skinny", "tall", "mma"}
     elif torch.cuda.get_device_capability()[0] >= 9:
         assert available & set(TILES), "CUTLASS was not built in"
 
@@ -245,6 +245,6 @@ def test_scales_far_from_one_that_cancel_do_not_overflow(kernels, rows, by_row):
             continue
         available.add(name)
         assert_exact_bits(actual + zeros, operands, zeros)
-    assert available >= ({"skinny", "mma"} if rows <= 64 else {"mma"})
+    assert available >= ({"skinny", "tall", "mma"} if rows <= 64 else {"tall", "mma"})
     first = kernels.run("scaled_mm", *operands, None, torch.float32)
     assert_true_to_roundings(first, operands, zeros)

@@ -67,6 +67,10 @@ def cpu_kernels() -> dict[str, dict[str, str]]:
     return cast(dict[str, dict[str, str]], json.loads(listing))
 
 
+INVARIANT_SWITCH = "by_rows"
+"""Not a kernel: if it is off, the number of rows chooses no kernel (csrc/cuda/gemm_switches.h)."""
+
+
 def backends(device: str = "cpu") -> dict[str, str]:
     """Returns which kernel runs each op on a device, such as "cpu kernel (avx512bf16)", "cuda kernel" or "reference".
 
@@ -80,6 +84,9 @@ def backends(device: str = "cpu") -> dict[str, str]:
         compiled = {op: f"{device} kernel" for op in default if _has_kernel(op, device.upper())}
     disabled = {op: f"{default[op]}; its {device} kernel is switched off" for op in replaced_ops(device)}
     variants = disabled_gemm_kernels() if device == "cuda" else []
+    for op in ("scaled_mm", "mm", "paged_attention") if INVARIANT_SWITCH in variants else ():
+        compiled[op] += ", invariant"
+    variants = [name for name in variants if name != INVARIANT_SWITCH]
     for op, names in (
         ("scaled_mm", [name for name in variants if not name.startswith("attention_")]),
         ("paged_attention", [name.removeprefix("attention_") for name in variants if name.startswith("attention_")]),

@@ -19,7 +19,7 @@ from fp8serve.fp8.ops.registry import OPS, use_default_kernel
 
 CPU_FEATURE_CAPS = ("best", "avx512+avx512vbmi", "avx512", "avx2", "portable")  # best first
 TILES = ("large", "medium", "small", "thin128", "thin64", "thin32")
-GEMMS = ("skinny", "mma", *TILES, "cublaslt", "cublaslt_rows")
+GEMMS = ("skinny", "tall", "mma", *TILES, "cublaslt", "cublaslt_rows")
 ATTENTION = ("attention_mma", "attention_wgmma")  # kernels for tensor cores; each replaces the next if that is bad
 
 # The names by which the op `gemm_kernels` switches the candidates off.

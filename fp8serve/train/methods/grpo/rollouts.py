@@ -87,7 +87,7 @@ class RolloutEngine:
         options: dict[str, Any] = {
             "device": config.device, "max_num_seqs": max_num_seqs, "max_model_len": config.seq_len,
             "block_size": BLOCK_SIZE, "num_blocks": max_num_seqs * -(-config.seq_len // BLOCK_SIZE),
-            "kv_cache_dtype": "bf16",
+            "kv_cache_dtype": "bf16", "invariant": config.invariant,
         }  # fmt: skip
         if torch.device(config.device).type == "cuda":
             options |= {"max_batch_tokens": GPU_STEP_TOKENS, "max_prefill_tokens": GPU_STEP_TOKENS}
