@@ -42,7 +42,10 @@ ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build/gpu"
 LIMITS = {"configure": 60, "build": 240, "test": 100, "measure": 45, "tune": 45, "sanitize": 90}  # seconds a process
 KERNELS = ("casts", "skinny", "attention", "gemm", "experts", "linear", "decode")  # of gpu_measure.py, the safest first
-TRAINING = "bf16,bf16 compiled,ao tensorwise compiled,ao rowwise compiled,trainer bf16,trainer delayed,trainer rowwise"
+TRAINING = (
+    "bf16,bf16 compiled,ao tensorwise compiled,ao rowwise compiled,trainer bf16,trainer delayed,trainer rowwise,"
+    "trainer bf16 compiled,trainer delayed compiled,trainer rowwise compiled"
+)
 # Of the programs besides gpu_measure.py: arguments and seconds.
 PROGRAMS = {
     "training": ("benchmarks.gpu_training", 150),
