@@ -63,6 +63,7 @@ class RunOptions:
         OptimizerStates, About("Precision of the optimizer's moments of matrices; 8bit needs torchao.")
     ] = "fp32"
     recompute: Annotated[bool, About("Activation checkpointing: keep only the inputs of layers.")] = False
+    compile: Annotated[bool, About("Compile the layers with torch.compile.")] = False
     fsdp: Annotated[bool, About("Shard weights, gradients and moments over the processes (FSDP2).")] = False
     seed: Annotated[int, Ge(0), Le(2**31 - 1), About("Seed of the data order.")] = 0
     save_every: Annotated[
