@@ -31,7 +31,7 @@ from fp8serve.fp8.casting import Quantized, cast_current_rowwise, cast_delayed, 
 from fp8serve.fp8.ops import arithmetic
 from fp8serve.fp8.recipe import Recipe, as_delayed, uses_fp8_attention
 from fp8serve.fp8.recompute import plan_call
-from fp8serve.fp8.recording import expect_backward, prepare_module, record_amax
+from fp8serve.fp8.recording import ModuleKey, expect_backward, module_key, prepare_module, record_amax
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.session import UpdateConfig
 from fp8serve.fp8.stateful import Stateful
@@ -43,7 +43,7 @@ FORWARD, BACKWARD = ("q", "k", "v", "p"), ("grad_output", "grad_scores")
 class AttentionQuantizer:
     """Rounds the operands of one attention call, in its forward and its backward pass, to FP8 values in FP32."""
 
-    module_key: int
+    module_key: ModuleKey
     recipe: Recipe
     config_id: int | None  # the id of `config`; None for a recipe without states
     config: UpdateConfig | None  # how delayed states are updated; the registry holds it only weakly
@@ -169,7 +169,9 @@ class DotProductAttention(Stateful):
         if delayed is not None and frame.config_id is not None:
             prepare_module(self, frame.config_id, frame.config, delayed.amax_history_len, is_recording)
         states = {} if delayed is None else self.scaling
-        return AttentionQuantizer(self.key, recipe, frame.config_id, frame.config, states, frame.enabled, is_recording)
+        return AttentionQuantizer(
+            module_key(self), recipe, frame.config_id, frame.config, states, frame.enabled, is_recording
+        )
 
 
 class KvRecordingAttention(DotProductAttention):

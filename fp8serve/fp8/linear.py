@@ -44,7 +44,15 @@ from fp8serve.fp8.ops import DTYPES, arithmetic
 from fp8serve.fp8.ops.arithmetic import E8M0
 from fp8serve.fp8.recipe import Precisions, Recipe, as_delayed
 from fp8serve.fp8.recompute import check_not_reentrant, plan_call
-from fp8serve.fp8.recording import add_to_step, expect_backward, prepare_module, record_amax, separate_states
+from fp8serve.fp8.recording import (
+    ModuleKey,
+    add_to_step,
+    expect_backward,
+    module_key,
+    prepare_module,
+    record_amax,
+    separate_states,
+)
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.session import UpdateConfig
 from fp8serve.fp8.spec import LINEAR_TENSORS, QuantSpec
@@ -70,7 +78,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 class LinearCall:
     """The settings of one forward call, which its backward pass uses as well."""
 
-    module_key: int
+    module_key: ModuleKey
     recipe: Recipe
     config_id: int | None  # the id of `config`; None for recipes without states
     config: UpdateConfig | None  # how delayed states are updated; this reference keeps it alive, the registry's is weak
@@ -383,7 +391,9 @@ class Linear(Stateful, nn.Linear):
         calibrates_backward = call.is_calibrating and has_graph and (x.requires_grad or weight.requires_grad)
         if call.config_id is not None and (columnwise or input_columnwise or calibrates_backward):
             expect_backward(call.states["weight"].amax_history, call.config_id, cast(UpdateConfig, call.config))
-        is_first = frame.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
+        is_first = is_first_microbatch
+        if is_first is None and not torch.compiler.is_compiling():  # a graph cannot see changes between its runs
+            is_first = frame.is_first_microbatch
         weight_q = self._quantize_weight(weight, call, is_first, rowwise, columnwise)
         return LinearPlan(call, rowwise, input_columnwise, weight_q)
 
@@ -411,7 +421,7 @@ class Linear(Stateful, nn.Linear):
             is_recording_or_hp = is_recording or high_precision[0]
             prepare_module(self, frame.config_id, frame.config, delayed.amax_history_len, is_recording_or_hp)
         return LinearCall(
-            module_key=self.key,
+            module_key=module_key(self),
             recipe=recipe,
             config_id=frame.config_id,
             config=frame.config,

@@ -1,7 +1,9 @@
 """Functions through which layers prepare their states, stage amaxes and add themselves to the running step.
 
 Inside torch.compile each call becomes a node of the graph, which makes the same call when the graph runs. The node
-holds the ids of the module and of the update config (session.py), because a graph cannot hold objects.
+gets the ids of the module and of the update config (session.py), because a graph cannot hold objects. The module's id
+is an input of the graph. Layers with the same code and shapes share one graph if their session says that their states
+exist (`prepared_length`), because states are created by a call that the graph holds as a constant.
 """
 
 import torch
@@ -25,7 +27,9 @@ def prepare_module(
     not in the graph. Raises RecipeError if the config reduces the amaxes of another session.
     """
     if torch.compiler.is_compiling() or config is None:
-        _prepare_module_by_id(module.key, config_id, history_len, is_recording)
+        has_other_session = config is None or module.session is not config.session
+        if has_other_session or not is_recording or module.session.prepared_length != history_len:
+            _prepare_module_by_id(module.key, config_id, history_len, is_recording)
     else:
         _prepare_module(module, config, history_len, is_recording)
 
@@ -92,7 +96,15 @@ def _expect_backward_in_graph(history: Tensor, config_id: int) -> None:
     current_step().configs_with_backward.add(config)
 
 
-def record_amax(direction: Direction, history: Tensor, amax: Tensor, module_key: int, config_id: int) -> None:
+ModuleKey = int | Tensor  # a module's id; in a compiled graph, the tensor that holds it
+
+
+def module_key(module: Stateful) -> ModuleKey:
+    """Returns the key by which a module's calls are recorded."""
+    return module.key_tensor if torch.compiler.is_compiling() else module.key
+
+
+def record_amax(direction: Direction, history: Tensor, amax: Tensor, module_key: ModuleKey, config_id: int) -> None:
     """Raises the staging slot of a history to `amax` and adds the module to the running step."""
     if torch.compiler.is_compiling():
         torch.ops.fp8serve.record_amax(history, amax, module_key, config_id, direction)
@@ -100,31 +112,31 @@ def record_amax(direction: Direction, history: Tensor, amax: Tensor, module_key:
         _record_amax(history, amax, module_key, config_id, direction)
 
 
-def _record_amax(history: Tensor, amax: Tensor, module_key: int, config_id: int, direction: str) -> None:
+def _record_amax(history: Tensor, amax: Tensor, module_key: ModuleKey, config_id: int, direction: str) -> None:
     slot = history[0]
     torch.maximum(slot, amax, out=slot)
     add_to_step(direction, module_key, config_id)
 
 
-def add_to_step(direction: str, module_key: int, config_id: int) -> None:
+def add_to_step(direction: str, module_key: ModuleKey, config_id: int) -> None:
     """Adds a module to the running step, after an op has raised the staging slot of its history."""
     step = current_step() if direction == "forward" else backward_step()
     if direction == "forward" and is_inside_context():
         step.loop_detector.count_staged_amax()
-    module, config = MODULES.get(module_key), UPDATE_CONFIGS.get(config_id)
+    module, config = MODULES.get(int(module_key)), UPDATE_CONFIGS.get(config_id)
     # The model may be freed before its backward pass runs. A graph of torch.export updates its own copies of the
     # states, and the module that the key finds has no states.
     if module is not None and config is not None and module.scaling:
         step.add_module(module, config)
 
 
-def _record_amax_in_graph(history: Tensor, amax: Tensor, module_key: int, config_id: int, direction: str) -> None:
+def _record_amax_in_graph(history: Tensor, amax: Tensor, module_key: Tensor, config_id: int, direction: str) -> None:
     """Records an amax, and moves the scale to a new tensor for the coming update.
 
     A graph that recomputes activations in its backward pass holds the old tensor, with the scale of its forward pass.
     """
     _record_amax(history, amax, module_key, config_id, direction)
-    module = MODULES.get(module_key)
+    module = MODULES.get(int(module_key))
     if module is not None and direction == "forward":
         states = [module.scaling[name] for name in module.tensors["forward"] if module.scaling]
         # A compiler may stage in a copy of the history and write it back later. Then the state is unknown: move all.

@@ -8,8 +8,8 @@ their states once and then lets the layers share the first one's.
 A layer that shares states gets a copy of its own (`Stateful.separate_states`) before it runs alone, and before code
 outside of a step reads or writes its states: in `state_dict`, `scaling_state` and when checkpoints are written. The
 next common call compares again. States that differ, for example because a checkpoint has different scales for q and k,
-stay separate, and the layers cast for themselves. So do the layers of a compiled graph: it would be compiled again
-whenever their states were separated.
+stay separate, and the layers cast for themselves. A compiled graph shares what is shared when it is traced; it
+is compiled again if the states are separated.
 
 Layers are called one by one if one of them has hooks, which may change the input. The same holds if one is of a
 subclass of Linear (tensor-parallel, parametrized, sharded by itself) or of another class (adapters, frozen layers).
@@ -45,10 +45,16 @@ class SharedInput:
         # The backward pass runs a checkpointed region again, outside of the context.
         if not (runs_in_fp8 or running_regions()) or len(layers) == 1 or not are_unhooked(layers):
             return [layer(x) for layer in layers]
-        if frame is not None and runs_in_fp8 and (delayed := as_delayed(frame.recipe)) is not None:
-            self.share_states(layers, delayed)
+        self.prepare(layers)
         shared = SharedCast()
         return [layer.run_shared(cast_by_torch_autocast(x), shared) for layer in layers]
+
+    def prepare(self, layers: Sequence[nn.Module]) -> None:
+        """Makes the layers share a state as far as a call would, so that a compiled graph finds it shared."""
+        frame = current_frame()
+        delayed = as_delayed(frame.recipe) if frame is not None and frame.enabled else None
+        if delayed is not None and len(layers) > 1 and are_unhooked(layers):
+            self.share_states(layers, delayed)
 
     def share_states(self, linears: Sequence[Linear], delayed: DelayedScaling) -> None:
         """Makes the layers share the state of their input if their states are equal."""

@@ -37,7 +37,8 @@ class Stateful(nn.Module):
     """A module with one delayed state per name in `tensors`, created when a delayed recipe first runs it."""
 
     tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # the names of the tensors that each pass quantizes
-    key: int  # the module's id in `session.MODULES`, for compiled graphs
+    key: int  # the module's id in `session.MODULES`
+    key_tensor: Tensor  # the same, int64 [] on the CPU, as an input of compiled graphs
     session: Session  # which contains the module
     position: Position  # in the session
     scaling: dict[str, ScalingState]  # by tensor name: "input", "weight" and "grad_output" of a Linear
@@ -45,7 +46,7 @@ class Stateful(nn.Module):
     is_evaluated: bool  # whether the module has run without recording amaxes
 
     def _init_states(self) -> None:
-        self.key = MODULES.add(self)
+        self._set_key()
         self.session = common_session()
         self.position = self.session.add_module(self)
         self.scaling = {}
@@ -54,9 +55,13 @@ class Stateful(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # a copy has its own position and its own states
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.key = MODULES.add(self)
+        self._set_key()
         self.position = self.session.add_copy(self)
         self.is_evaluated = False
+
+    def _set_key(self) -> None:
+        self.key = MODULES.add(self)
+        self.key_tensor = torch.tensor(self.key, device="cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copies the module like any other; torch's copy of a parametrized module would not call `__setstate__`."""

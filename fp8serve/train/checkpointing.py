@@ -241,8 +241,8 @@ def _report_changes(run: TrainingRun, meta: dict[str, Any]) -> None:
     if saved_total is not None and total != saved_total:
         text = f"The run now ends at step {total} instead of {saved_total}; its learning rate follows the new length"
         run.on_event(events.message("length_changed", text, level="warn", total_steps=total))
-    if (current := environment(run.config)) != meta["environment"]:
-        changed = [name for name in current if current[name] != meta["environment"].get(name)]
+    current, saved = environment(run.config), {"compile": False, **meta["environment"]}  # new in 0.1.0
+    if changed := [name for name in current if current[name] != saved.get(name)]:
         text = f"{', '.join(changed)} changed since the checkpoint was written: the result may differ in its last bits"
         run.on_event(events.message("machine_changed", text, level="warn"))
 
@@ -254,5 +254,6 @@ def environment(config: TrainConfig) -> dict[str, Any]:
         "fp8serve": __version__,
         "threads": torch.get_num_threads(),
         "device": config.device,
+        "compile": config.compile,
         "kernels": backends(torch.device(config.device).type),
     }

@@ -114,7 +114,7 @@ def test_record_amax_replaces_only_the_scale_of_its_own_state() -> None:
     before = {name: state.scale for name, state in layer.scaling.items()}
     with autocast(recipe=recipe):
         torch.ops.fp8serve.record_amax(
-            layer.scaling["input"].amax_history, torch.tensor(2.0), layer.key, config_id, "forward"
+            layer.scaling["input"].amax_history, torch.tensor(2.0), layer.key_tensor, config_id, "forward"
         )
         replaced = {name for name, state in layer.scaling.items() if state.scale is not before[name]}
     assert replaced == {"input"}

@@ -147,7 +147,8 @@ define(
     recipes=("delayed",),
 )
 
-# These ops record amaxes inside compiled graphs. Their kernels are in Python (recording.py).
-declare("record_amax(Tensor(a!) history, Tensor amax, int module, int rule, str direction) -> ()", fake_nothing)
+# These ops record amaxes inside compiled graphs. Their kernels are in Python (recording.py). The key of the module is a
+# tensor, an input of the graph, so that layers of equal shape can share one graph.
+declare("record_amax(Tensor(a!) history, Tensor amax, Tensor module, int rule, str direction) -> ()", fake_nothing)
 # The schema says that the op changes the history, because a graph would drop the op otherwise.
 declare("expect_backward(Tensor(a!) history, int rule) -> ()", fake_nothing)

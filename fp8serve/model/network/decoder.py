@@ -126,17 +126,22 @@ class Attention(nn.Module):
         output_rows: Tensor | None = None,
     ) -> Tensor:
         """Returns x + transform(attention over norm(x)), [T, hidden], or only its rows `output_rows` [R]."""
-        output = attend(self.layer, self._heads(x, norm, position), position.rotation, output_rows)
+        output = attend(self.layer, self.heads(x, norm, position), position.rotation, output_rows)
         if output_rows is not None:
             x = x[output_rows]
             if x.size(0) == 0:
                 return x
+        return self.add_output(x, output, transform)
+
+    def add_output(self, x: Tensor, output: Tensor, transform: OutputTransform) -> Tensor:
+        """Returns x + transform(o_proj(output)), [T, hidden], for the output of attention [T, heads, head_dim]."""
         return add_projection(x, self._modules["o_proj"], output.reshape(x.size(0), -1), transform)  # type: ignore[arg-type]
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
         yield from (*self.qkv.matrices(), self.o_proj)
 
-    def _heads(self, x: Tensor, norm: nn.Module | None, position: PositionEmbedding) -> Heads:
+    def heads(self, x: Tensor, norm: nn.Module | None, position: PositionEmbedding) -> Heads:
+        """Returns the queries, keys and values of norm(x [T, hidden]), before their rotation."""
         tokens, head_dim = x.size(0), self.head_dim
         q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]
         if q_norm is None and position.order is None and position.query_scale is None:

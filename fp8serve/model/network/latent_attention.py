@@ -86,11 +86,15 @@ class LatentAttention(nn.Module):
         output_rows: Tensor | None = None,
     ) -> Tensor:
         """Same as `decoder.Attention.forward`."""
-        output = attend(self.layer, self._heads(x, norm, position), position.rotation, output_rows)
+        output = attend(self.layer, self.heads(x, norm, position), position.rotation, output_rows)
         if output_rows is not None:
             x = x[output_rows]
             if x.size(0) == 0:
                 return x
+        return self.add_output(x, output, transform)
+
+    def add_output(self, x: Tensor, output: Tensor, transform: OutputTransform) -> Tensor:
+        """Same as `decoder.Attention.add_output`."""
         first, second = output.chunk(2, -1)  # in the order of rotary.py, each half starts with rotated elements
         half = self.latent.rope // 2
         values = self.kv_b_proj.project_outputs(torch.cat((first[..., half:], second[..., half:]), -1).to(x.dtype))
@@ -103,7 +107,8 @@ class LatentAttention(nn.Module):
             yield self.q_b_proj
         yield self.o_proj
 
-    def _heads(self, x: Tensor, norm: nn.Module | None, position: PositionEmbedding) -> Heads:
+    def heads(self, x: Tensor, norm: nn.Module | None, position: PositionEmbedding) -> Heads:
+        """Same as `decoder.Attention.heads`."""
         sizes = self.latent
         q, latent_and_key = self.qkv(x, norm)
         if sizes.q_rank is not None:
