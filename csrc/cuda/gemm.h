@@ -91,7 +91,7 @@ void gemm_mma(const Gemm& g, const OnDevice& device);
 void gemm_skinny(const Gemm& g, const OnDevice& device);  // m <= kSkinnyRows
 
 // Returns how many warps of a block of the skinny kernel share K, which decides the order of its sums. It
-// depends on the weights and the chip alone.
+// depends on the shape of the weights and the chip alone, and in the invariant mode on K and the chip alone.
 int skinny_warps(const Gemm& g, const OnDevice& device);
 // Multiplies any number of rows with the sums of the skinny kernel, bit for bit. The operands are E4M3.
 void gemm_tall(const Gemm& g, const OnDevice& device);

@@ -24,6 +24,7 @@
 // its own row is the first of these, and returns if it is not.
 #include "cuda/gemm_grouped.h"
 #include "cuda/gemm_skinny.h"
+#include "cuda/gemm_switches.h"
 #include "cuda/skinny_order.h"
 
 namespace fp8serve {
@@ -555,11 +556,13 @@ __global__ void __launch_bounds__(kMostTeams* kThreads) grouped_stream(const __g
 
 // Returns the threads of a block: two teams if there are fewer than three blocks per multiprocessor, K is
 // long enough for both teams, and the chip has enough shared memory (not Ada and sm_120). The number of
-// tokens has no influence, because it must not change the order of a sum.
+// tokens has no influence, because it must not change the order of a sum. In the invariant mode the number of
+// blocks has none, because a server joins weights that a fine-tune multiplies one by one.
 int threads_for(const Gemm& g, const OnDevice& device) {
   const int64_t blocks = ceil_over(g.n, kRows), steps = ceil_over(ceil_over(g.k, kScaleBlock), kWarps);
   constexpr int kMost = kMostTeams * kWarps * Prefetcher<2, RawActivations>::kBytes + int{sizeof(Sums<2>)};
-  const bool both = steps > 1 && blocks < 3 * device.multiprocessors() && device.shared_bytes() >= kMost;
+  const bool few = is_invariant() || blocks < 3 * device.multiprocessors();
+  const bool both = few && steps > 1 && device.shared_bytes() >= kMost;
   return both ? kMostTeams * kThreads : kThreads;
 }
 

@@ -6,8 +6,7 @@
 //   team  = sum of eight neighbouring warps
 //   sum   = sum of the teams
 //
-// All sums begin with 0 and add in this order. W depends on the shape of the weights and the chip
-// (skinny_warps).
+// All sums begin with 0 and add in this order. skinny_warps() returns W.
 #pragma once
 
 #include "cuda/gemm_bf16.h"

@@ -72,6 +72,18 @@ def test_rows_of_a_product_are_independent(mode: Kernels, kinds: Any, formats: A
     )
 
 
+def test_joined_weights_give_the_bits_of_separate_ones(mode: Kernels) -> None:
+    """A server joins the weights of projections that a fine-tune multiplies one by one."""
+    a, a_scale = quantized(tame(BATCHES[-1], 2304, seed=1), "tensor")
+    b, b_scale = quantized(tame(256, 2304, seed=2), "row")
+    for rows in (5, BATCHES[-1]):
+        joined, first, second = (
+            mode.run("scaled_mm", a[:rows], b[part], a_scale, b_scale[part], None, torch.float32)
+            for part in (slice(None), slice(0, 64), slice(64, None))
+        )
+        assert_bits_equal(joined, torch.cat([first, second], 1))
+
+
 def test_other_kernels_add_in_another_order(kernels: Kernels) -> None:
     """Otherwise the tests of this file would show nothing."""
     if kernels.device == "cuda":
