@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, latent: LatentSizes, layer: int) -> None:
         super().__init__()
-        self.layer, self.heads, self.latent = layer, config.num_heads, latent
+        self.layer, self.num_heads, self.latent = layer, config.num_heads, latent
         q_size, q_rank = config.num_heads * (latent.nope + latent.rope), latent.q_rank
         width, bias = config.hidden_size, config.attention_bias
         name = "q_proj" if q_rank is None else "q_a_proj"
@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
         q, latent_and_key = self.qkv(x, norm)
         if sizes.q_rank is not None:
             q = self.q_b_proj(forward_of(self.q_a_layernorm)(q))
-        q_nope, q_rope = q.view(x.size(0), self.heads, -1).split_with_sizes((sizes.nope, sizes.rope), -1)
+        q_nope, q_rope = q.view(x.size(0), self.num_heads, -1).split_with_sizes((sizes.nope, sizes.rope), -1)
         latent, rope_key = latent_and_key.split_with_sizes((sizes.rank, sizes.rope), -1)
         query = torch.cat((q_rope, self.kv_b_proj.project_queries(q_nope)), -1)
         key = torch.cat((rope_key, forward_of(self.kv_a_layernorm)(latent.contiguous())), -1)[:, None]
