@@ -191,7 +191,7 @@ def check_format(config: TrainConfig) -> None:
     quantization_files(config.format, recipe, kv_cache=False)
     if recipe.specs.linear["weight"].is_mx and Path(config.model).exists():
         base = open_checkpoint(config.model)
-        unquantized = () if config.lora_rank else base.high_precision_linears
+        unquantized = frozenset(() if config.lora_rank else base.high_precision_linears)
         for name in base.linears:
             if name not in unquantized:
                 check_whole_blocks(recipe, base.shapes[f"{name}.weight"][1], name)

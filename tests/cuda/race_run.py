@@ -135,8 +135,8 @@ def multiply(kernels: Kernels, rows: int, k: int, by: str) -> None:
     """Multiplies; few rows run on Hopper, whose shared memory has space for two teams."""
     a, b, a_scale, b_scale = operands(rows, 72, k, by, by)
     with on_hopper(kernels) if rows <= 16 else nullcontext():
-        found = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
-    assert_within_accumulation(found, a, b, a_scale, b_scale)
+        actual = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
+    assert_within_accumulation(actual, a, b, a_scale, b_scale)
 
 
 def draw(kernels: Kernels, vocab: int) -> None:
@@ -151,8 +151,8 @@ def draw(kernels: Kernels, vocab: int) -> None:
 def multiply_experts(kernels: Kernels) -> None:
     one, ends = torch.tensor(1.0), torch.tensor([2, 3], dtype=torch.int32)
     a, b = (torch.ones(n, 1200).to(torch.float8_e4m3fn) for n in (3, 16))
-    found = kernels.run("grouped_mm", a, b.view(2, 8, 1200), one, torch.ones(2), ends, None, torch.bfloat16)
-    assert bool((found == 1200).all())
+    actual = kernels.run("grouped_mm", a, b.view(2, 8, 1200), one, torch.ones(2), ends, None, torch.bfloat16)
+    assert bool((actual == 1200).all())
 
 
 def attend(kernels: Kernels, dtype: torch.dtype, dim: int, keys: int = 300) -> None:

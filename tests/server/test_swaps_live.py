@@ -114,8 +114,8 @@ def spoiled(server: Process, place: Path, job: str) -> dict[str, str]:
         if spoil is None:
             os.truncate(file, file.stat().st_size - 1000)
         else:
-            for beside in ("scales.safetensors", "model.safetensors.index.json"):  # they would reveal any change
-                file.with_name(beside).unlink()
+            for name in ("scales.safetensors", "model.safetensors.index.json"):  # they would reveal any change
+                file.with_name(name).unlink()
             weights = load_file(file)
             spoil(weights)
             save_file(weights, file, {"format": "pt"})
