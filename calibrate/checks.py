@@ -12,7 +12,7 @@ from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.storage.files import check_absent, check_writable
-from fp8serve.model.stored_checkpoint import matrices_note, open_checkpoint
+from fp8serve.model.stored_checkpoint import matrices_notes, open_checkpoint
 
 ENCODER_OPTIONS = ("data", "holdout", "samples", "seq_len", "batch_size", "seed", "device", "format", "max_shard_size",
                    "rounding", "skip", "only", "target_cosine")  # fmt: skip
@@ -69,7 +69,7 @@ def quantized_notes(source: Path, *, scales_only: bool = False) -> tuple[str, ..
     return (
         f"{source} is quantized already. The reference in high precision is this model, dequantized, so the error of "
         "its first quantization is not measured; calibrate the original model if you have it.",
-        *(() if scales_only else matrices_note(checkpoint, rewritten=True)),
+        *(() if scales_only else matrices_notes(checkpoint, rewritten=True)),
     )
 
 

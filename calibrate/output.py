@@ -98,7 +98,7 @@ def _write_directory(
 
 
 def _changed_weights(job: Job) -> Mapping[str, Tensor]:
-    """Returns the parameters of the source, with the smoothed parameters in place of the original ones."""
+    """Returns the parameters of the source, with those that smoothing changed in place of the original ones."""
     mappings: Any = (job.smoothed, open_checkpoint(job.source))  # ChainMap's type asks for writable mappings
     return ChainMap(*mappings)
 
@@ -207,7 +207,7 @@ def _data_report(options: CalibrationOptions, batches: Batches) -> DataReport:
 
 
 def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[str, ScalingState]:
-    """Returns the states with scales that are written: those of the KV cache, and of the tensors with stored scales.
+    """Returns the states whose scales are written: those of the KV cache, and of tensors with delayed scaling.
 
     Their scales and histories are copied to the CPU, in one transfer from the device.
     """

@@ -75,7 +75,7 @@ from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import load_any_servable, load_servable, open_checkpoint
 from fp8serve.model.config.encoder import EncoderConfig
-from fp8serve.model.config.model_config import AnyConfig, computed_by_note
+from fp8serve.model.config.model_config import AnyConfig, computed_by_notes
 from fp8serve.model.config.modules_json import has_pooling
 from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.network.encoder import Encoder
@@ -194,7 +194,7 @@ def _text_job(source: Path, recipe: Recipe, options: CalibrationOptions, stages:
         notes += missing_samples_note(options.samples, seq_len, batches.samples, batches.tokens)
         notes += quantized_notes(source, scales_only=options.scales_only)
         notes += unused_part_notes(source, open_checkpoint(source).omitted_modules)
-        notes += computed_by_note(decoder.config)
+        notes += computed_by_notes(decoder.config)
         observer = make_observer(decoder, linears, recipe, kv_cache=options.kv_cache, gradients=options.gradients)
         job = Job(source, recipe, options, stages, decoder, linears, batches, observer, DivergenceJudge(), notes=notes)
         _exclude_linears(job)

@@ -78,6 +78,16 @@ def same_random_numbers() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def smollm2_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives `find_model("smollm2")` an empty cache. Skips the test if the weights are not installed."""
+    from fp8serve.model import gguf
+
+    if gguf.missing_package() is not None:
+        pytest.skip("SmolLM2's weights are not installed: make weights")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     """The event loop that runs `async def test_...`."""

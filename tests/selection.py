@@ -12,6 +12,8 @@
 * With `--within SECONDS`, the fastest functions run, as many as fit by their recorded seconds (tests/durations.json).
   Tests marked `smoke`, and functions without recorded seconds, always run.
 
+* With `--reruns N`, only tests of servers and browsers are repeated: a kernel or a race that fails once is wrong.
+
 The summary states how many tests each rule left out and, for tests that -m left out, how many of each mark.
 """
 
@@ -261,6 +263,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.within and RECORD.exists():
         means = json.loads(RECORD.read_text())["cases"]
         leave_out(too_expensive(items, config.option.within, means), "take longest")
+    if getattr(config.option, "reruns", None):  # pytest-rerunfailures
+        for item in items:
+            if not (item.path.is_relative_to(ROOT / "tests/server") or item.get_closest_marker("browser")):
+                item.add_marker(pytest.mark.flaky(reruns=0))
     if config.option.changed_since and (changed := changed_files(config.option.changed_since)) is not None:
         leave_out(outside_sample(items, unchanged_families(changed)), "of families that did not change")
 

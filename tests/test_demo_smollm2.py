@@ -7,22 +7,15 @@ from pathlib import Path
 import pytest
 
 from fp8serve.demos.smollm2 import FACTS, GENERAL_QUESTIONS, OnSmolLM2
-from fp8serve.model import gguf as packaged
 
 STAGES = ["model", "calibrate", "serve", "ask", "finetune", "activate", "ask again", "restart", "same", "done"]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    packaged.missing_package() is not None,
-    reason="SmolLM2's weights are not installed: make weights",
-)
-def test_the_main_job_on_real_weights(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("smollm2_cache")
+def test_the_main_job_on_real_weights(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < OnSmolLM2.disk_bytes:
         pytest.skip(f"needs {OnSmolLM2.disk_bytes >> 30} GiB of free disk")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
     printed = list[str]()
     results = OnSmolLM2("a test", tmp_path, printed.append, effort=0.5).run()
     assert [line[:10].strip() for line in printed if line[0] != " "] == STAGES

@@ -81,8 +81,8 @@ try:
 except ModelError as error:
     print(json.dumps(str(error)))
 """
-    found = without_torch(code, json.dumps({"model_type": "granitemoe", **SIZES}))
-    assert found.startswith("'granitemoe' is a mixture of experts")
+    message = without_torch(code, json.dumps({"model_type": "granitemoe", **SIZES}))
+    assert message.startswith("'granitemoe' is a mixture of experts")
 
 
 def test_the_front_end_accepts_a_job_for_a_transformers_model_without_torch(tmp_path: Path) -> None:

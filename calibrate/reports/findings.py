@@ -42,7 +42,7 @@ LOW_SQNR_DB = 15.0  # of a layer's output; about 25 to 35 is usual for E4M3
 HIGH_SATURATION = 0.001  # fraction of an input's elements
 HIGH_UNDERFLOW = 0.05  # fraction of an input's elements that become zero
 MAX_AMAX_RATIO = 4.0  # an amax this many times the median over batches: few batches decide the scale of the input
-MAX_OUTLIER_EXCESS = 1000.0  # a channel that is larger than its weights justify by this factor only does harm
+MAX_OUTLIER_EXCESS = 1000.0  # if a channel exceeds what its weights justify by more than this, it only does harm
 MIN_CONCENTRATION = 0.3  # share of the KL divergence that 5 % of the layers add
 
 
@@ -202,13 +202,13 @@ def _concentration(layers: Sequence[LayerReport]) -> Finding | None:
 
 
 def _underflow(layers: Sequence[LayerReport]) -> Finding | None:
-    low = sorted((x for x in first_readers(layers) if x.underflowed > HIGH_UNDERFLOW), key=lambda x: -x.underflowed)
-    if not low:
+    inputs = sorted((x for x in first_readers(layers) if x.underflowed > HIGH_UNDERFLOW), key=lambda x: -x.underflowed)
+    if not inputs:
         return None
-    names = list_names([f"{input_name(x.name)} ({format_percent(x.underflowed)})" for x in low])
+    names = list_names([f"{input_name(x.name)} ({format_percent(x.underflowed)})" for x in inputs])
     return Finding(
-        f"In {pluralize(len(low), 'input')} more than {HIGH_UNDERFLOW:.0%} of the elements underflow to zero, because "
-        f"a few large values determine the scale: {names}. This matters only for layers that also add much KL "
+        f"In {pluralize(len(inputs), 'input')} more than {HIGH_UNDERFLOW:.0%} of the elements underflow to zero, "
+        f"because a few large values determine the scale: {names}. This matters only for layers that also add much KL "
         "divergence; for them `--input-scales search` or `--recipe rowwise` may help."
     )
 

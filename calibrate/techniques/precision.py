@@ -42,7 +42,7 @@ def excluded_linears(linears: Sequence[str], skip: Iterable[str], only: Iterable
         n for n in linears if any(matches(p, n) for p in skip) or (only and not any(matches(p, n) for p in only))
     ]
     if len(excluded) == len(linears):
-        raise RecipeError("skip and only exclude every linear layer, so there is nothing to calibrate.")
+        raise RecipeError("`skip` and `only` exclude every linear layer, so there is nothing to calibrate.")
     return excluded
 
 

@@ -22,7 +22,8 @@ namespace {
 using gemm::kMxBlock;
 
 // The code of the smallest power of two that is at least amax / max. The maximum is 1.75 times a power of
-// two: the exponent is raised by one if the amax's mantissa is above 1.75. 127, which is 1, for an infinity.
+// two: the exponent is raised by one if the amax's mantissa is above 1.75.
+// An infinite amax gives 127, the code of the scale 1.
 template <class F>
 FP8_INLINE uint8_t code_for(float amax) {
   const int32_t bits = std::bit_cast<int32_t>(amax);
@@ -35,24 +36,25 @@ template <class F>
 struct QuantizeRow {
   template <class T>
   static FP8_INLINE void run(const T* x, uint8_t* q, int64_t n, bool infinity_is_nan, uint8_t* codes,
-                             float* scales) {
+                             float* multipliers) {
     for (int64_t begin = 0; begin < n; begin += kMxBlock) {
       const float amax =
           begin + kMxBlock <= n ? amax_row(x + begin, kMxBlock) : amax_row(x + begin, n - begin);
       const uint8_t code = code_for<F>(amax);
-      scales[begin / kMxBlock] = std::bit_cast<float>((254 - code) << 23);
+      // 2^(127 - code), the reciprocal of the block's scale
+      multipliers[begin / kMxBlock] = std::bit_cast<float>((254 - code) << 23);
       codes[begin / kMxBlock] = infinity_is_nan && std::bit_cast<int32_t>(amax) >= kInfinity ? 255 : code;
     }
     int64_t begin = 0;
 #if FP8_X86
     if (has(kAvx512Vbmi)) {
-      cast_blocks_vbmi<F>(x, q, n, scales);
+      cast_blocks_vbmi<F>(x, q, n, multipliers);
       begin = n / 64 * 64;
     }
 #endif
     for (; begin + kMxBlock <= n; begin += kMxBlock)
-      cast_row_plain<F>(x + begin, q + begin, kMxBlock, scales[begin / kMxBlock]);
-    if (begin < n) cast_row_plain<F>(x + begin, q + begin, n - begin, scales[begin / kMxBlock]);
+      cast_row_plain<F>(x + begin, q + begin, kMxBlock, multipliers[begin / kMxBlock]);
+    if (begin < n) cast_row_plain<F>(x + begin, q + begin, n - begin, multipliers[begin / kMxBlock]);
   }
 };
 

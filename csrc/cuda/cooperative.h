@@ -17,8 +17,6 @@
 
 namespace fp8serve {
 
-constexpr int kMostInCluster = 8;  // blocks, on every chip that has clusters (Hopper and later)
-
 template <class... P, class... A>
 void launch_with(const cudaLaunchAttribute& attribute, void (*kernel)(P...), dim3 grid, int threads,
                  int shared_bytes, Stream stream, const A&... args) {

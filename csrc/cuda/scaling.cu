@@ -1,9 +1,9 @@
-// delayed_update: the delayed-scaling step of any number of tensors in one launch (docs/numerics.md, "Delayed
-// scaling").
+// delayed_update: the delayed-scaling step of many tensors, up to 800 in one launch (docs/numerics.md,
+// "Delayed scaling").
 //
 // State per tensor: scale FP32 [], amax_history FP32 [N] (0 staging, 1 oldest, N-1 newest), nonfinite and
 // steps int64 []. A block updates one state. The states are scattered over memory. Their addresses are passed
-// as kernel arguments, up to 800 in a launch (32 KB, the limit for arguments), so that nothing is copied to
+// as kernel arguments (those of 800 states take 32 KB, the limit for arguments), so that nothing is copied to
 // the device and nothing waits for the host.
 #include <torch/csrc/stable/library.h>
 
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) update(const __grid_constant__ State
   float amax = 0.0f;
   for (int i = static_cast<int>(threadIdx.x); i < s.length; i += kThreads) amax = fmaxf(amax, s.history[i]);
   amax = block_max(amax, memory);  // all threads have read what is written below
-  // An amax that is not finite is dropped and counted; without one (0) the module did not run.
+  // A staged amax that is not finite is dropped and counted. A staged 0 means that the module did not run.
   if (!isfinite(staged) || !(staged > 0.0f)) {
     if (first && !isfinite(staged)) *s.nonfinite += 1;
     if (first) s.history[0] = 0.0f;
@@ -101,9 +101,9 @@ void delayed_update(const Tensors scales, const Tensors histories, const Tensors
   const size_t count = scales.size();
   if (count == 0) return;
   const DeviceContract check("delayed_update", scales[0]);
-  const bool even = histories.size() == count && nonfinite.size() == count && steps.size() == count &&
-                    fp8_maxes.size() == count;
-  check.require(even, "scales", "holds ", count, " states, and every other list must hold as many");
+  const bool same_length = histories.size() == count && nonfinite.size() == count && steps.size() == count &&
+                           fp8_maxes.size() == count;
+  check.require(same_length, "scales", "holds ", count, " states, and every other list must hold as many");
   check.require(algo == "max" || algo == "most_recent", "algo", "is '", algo,
                 "', must be max or most_recent");
   check.require(interval > 0, "interval", "is ", interval, ", must be at least 1");

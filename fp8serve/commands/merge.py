@@ -1,8 +1,8 @@
 """Merge the adapter ADAPTER into MODEL and write the result as a new model.
 
 ADAPTER is a directory that `finetune --lora-rank` or PEFT wrote. The sums of FP8 weights and
-the adapter are rounded to FP8 with the existing scales. If this loses too much of the adapter, the command fails and
-writes nothing. The result needs no calibration.
+the adapter are rounded to FP8 with the existing scales; a scale grows only where a sum would exceed its range. If
+rounding loses too much of the adapter, the command fails and writes nothing. The result needs no calibration.
 
 \b
 Examples:
@@ -29,7 +29,10 @@ def command(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Directory with adapter_config.json.")],
     out: Annotated[Path, typer.Option(help="Directory to write; it must not exist yet.")],
     max_lost: Annotated[
-        float, typer.Option(min=0, max=1, help="Maximum fraction of changed elements that rounding may reset.")
+        float,
+        typer.Option(
+            min=0, max=1, help="Maximum fraction of the changed elements that rounding may set back to their old value."
+        ),
     ] = 0.5,
     json: AsJson = False,
 ) -> None:
@@ -54,5 +57,5 @@ def _loss_fields(loss: "RoundingLoss") -> dict[str, Any]:
 
 def _loss_text(loss: "RoundingLoss") -> str:
     rescaled = f", {loss.rescaled} scales grew" if loss.rescaled else ""
-    share = f"{loss.lost_share:.1%} of {loss.changed} changed elements reset by rounding"
+    share = f"{loss.lost_share:.1%} of {loss.changed} changed elements set back by rounding"
     return f"{share}, relative error {loss.error:.3f}{rescaled}"

@@ -11,15 +11,15 @@ padded, and are captured once for each of several sizes:
 A replay reads the same buffers with new contents. All captures allocate from one memory pool, the largest first, so
 that the smaller ones reuse its memory. All other steps run without graphs: those with an adapter or a draft, those that
 score a prompt, those with prompts and a context of more than 8192 tokens, and every step if capturing fails (`info` has
-the reason). Graphs run the same kernels. For a padded
-number of rows another kernel may compute a product, as in a batch of that size.
+the reason). Graphs run the same kernels as steps without graphs, except that the padded number of rows may select
+another kernel for a product, as a batch of that size would.
 
 Padding. A decoding step is padded with copies of its first sequence. A step with prompts is padded with tokens of one
 more sequence, which is as long as they are. Neither writes keys and values (slot -1), and FP8 layers exclude the rows
 after the live ones from their statistics (`live_rows`). After its attention, the last layer computes only the sampled
-rows, of which there are as many as sequences; the number of live ones differs there. Experts have no such number, which
-copies do not need: they raise no amax. So models with experts replay no prompts, and neither do those that transformers
-runs.
+rows, padded to one for each sequence, and has its own number of live rows. Experts cannot exclude padding from their
+statistics. In decoding steps they need not, because copies of a live row raise no amax. In steps with prompts the
+padding is other tokens, so models with experts do not replay such steps. Neither do models that transformers runs.
 
 Buffers. The integers of a step are in pinned host memory and in a copy of it on the device. There are two pinned
 buffers, because a step may be prepared while the copy of the previous one is still queued. Block tables stay on the
@@ -50,8 +50,8 @@ from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.experts import mixtures
 
 MAX_REPLAYED_CONTEXT = 8192
-"""Tokens before the first one of a sequence in a replayed step with prompts. Attention of such a step takes it for a
-step of max_num_seqs sequences, which fill the GPU, and does not divide a long context over several blocks."""
+"""The most tokens that may precede a sequence's first token in a replayed step with prompts. Attention treats such a
+step as one of max_num_seqs sequences, enough to fill the GPU, and so does not divide a long context over blocks."""
 
 
 class Capture(Protocol):
@@ -108,7 +108,7 @@ class StepRows:
     tables: list[list[int]]  # the block tables
     starts: list[int]  # the position of each sequence's first token
     counts: list[int]  # of its tokens
-    sources: list[int]  # the row of a promised token in the step in flight, and -1 for other tokens
+    sources: list[int]  # the row of the step in flight that samples the ("promised") token, and -1 for other tokens
     sampled: list[int]  # the rows that sample a token
     tokens: list[int]  # of all sequences; those that are promised are 0
 
@@ -135,7 +135,7 @@ class StepRows:
         return rows
 
     @property
-    def decodes(self) -> bool:
+    def only_decodes(self) -> bool:
         """Whether every sequence decodes one token."""
         return len(self.tokens) == len(self.tables) == len(self.sampled)
 
@@ -191,7 +191,7 @@ class BlockTables:
         self._owners: list[list[int] | None] = [None] * rows  # of each place, the block table
         self._place_of: dict[int, int] = {}  # by the id of a block table, which `_owners` keeps alive
         self._num_sent = np.zeros(rows, np.int64)  # of each place, the entries on the device
-        # of the rows of the last step
+        # the tables of the last step's rows, their places, and the index and the block of their last positions
         self._row_tables: list[list[int]] = []
         self.row_places = self._row_indices = self._row_blocks = np.zeros(0, np.int64)
 
@@ -281,7 +281,7 @@ class Buffers:
 
     def prompt_layout(self, size: int) -> StepLayout:
         """Returns the layout of a step of `size` tokens with prompts. It has a sequence for padding, and never as many
-        sequences as tokens, because attention takes such a step for decoding."""
+        sequences as tokens: attention would take it for a decoding step."""
         return StepLayout(size, self.seqs + (2 if size == self.seqs + 1 else 1))
 
     def prepare_capture(self, layout: StepLayout) -> None:
@@ -293,14 +293,14 @@ class Buffers:
         inputs.lengths[0].copy_(inputs.starts.diff().clamp(min=1))
         inputs.lengths[1].fill_(1)
 
-    def fill_decoding(self, inputs: StepRows, size: int) -> None:
+    def fill_decoding(self, rows: StepRows, size: int) -> None:
         """Copies the inputs of a decoding step to the device, padded to `size` rows with copies of the first row. Does
         not wait for the device."""
-        live, positions = len(inputs.starts), np.array(inputs.starts)
-        blocks = self._tables.update(inputs.tables, positions)
-        buffer, int64, host = self._begin(StepLayout(size, size))
-        columns, sources = host.columns, np.array(inputs.sources)
-        columns[0, :live] = inputs.tokens
+        live, positions = len(rows.starts), np.array(rows.starts)
+        blocks = self._tables.update(rows.tables, positions)
+        buffer, live_counts, host = self._begin(StepLayout(size, size))
+        columns, sources = host.columns, np.array(rows.sources)
+        columns[0, :live] = rows.tokens
         columns[1, :live] = self._number_sources(sources)
         columns[2, :live] = positions
         columns[3, :live] = blocks * self._block_size + positions % self._block_size
@@ -309,34 +309,34 @@ class Buffers:
             matrix[:, live:size] = matrix[:, :1]
         columns[3, live:size] = -1
         host.lengths[0] = columns[2] + 1
-        int64[0] = live
+        live_counts[0] = live
         buffer.copy_to(self._inputs[: StepLayout(size, size).nbytes])
 
-    def fill_prompts(self, inputs: StepRows, size: int) -> None:
+    def fill_prompts(self, rows: StepRows, size: int) -> None:
         """Copies the inputs of a step with prompts to the device, padded to `size` tokens with those of one more
         sequence. Does not wait for the device."""
-        seqs, live, counts = len(inputs.tables), len(inputs.tokens), np.array(inputs.counts)
-        first, ends = np.array(inputs.starts), counts.cumsum()
-        starts, blocks = ends - counts, self._tables.update(inputs.tables, first + counts - 1)
+        seqs, live, counts = len(rows.tables), len(rows.tokens), np.array(rows.counts)
+        first, ends = np.array(rows.starts), counts.cumsum()
+        starts, blocks = ends - counts, self._tables.update(rows.tables, first + counts - 1)
         layout = self.prompt_layout(size)
-        buffer, int64, host = self._begin(layout)
+        buffer, live_counts, host = self._begin(layout)
         token_ids, sources, positions, slots = host.columns
-        token_ids[:live] = inputs.tokens
-        sources[:live] = self._number_sources(np.repeat(inputs.sources, counts))
+        token_ids[:live] = rows.tokens
+        sources[:live] = self._number_sources(np.repeat(rows.sources, counts))
         positions[:live] = np.arange(live) + np.repeat(first - starts, counts)
         offsets = positions[:live] % self._block_size
         slots[:live] = np.repeat(blocks, counts) * self._block_size + offsets
         for row in np.flatnonzero(counts > 1).tolist():
             tokens = slice(int(starts[row]), int(ends[row]))
             indices = positions[tokens] // self._block_size
-            table = np.array(inputs.tables[row][indices[0] : indices[-1] + 1])
+            table = np.array(rows.tables[row][indices[0] : indices[-1] + 1])
             slots[tokens] = table[indices - indices[0]] * self._block_size + offsets[tokens]
         token_ids[live:], slots[live:] = 0, -1
         sources[live:] = self._first_token + np.arange(live, size)
         positions[live:] = np.arange(size - live)
 
         places, lengths = self._tables.row_places, first + counts
-        sampled = np.array(inputs.sampled, np.int64)
+        sampled = np.array(rows.sampled, np.int64)
         chosen = np.zeros(layout.seqs, np.int64)  # other rows compute the first sequence's last token
         chosen[: len(sampled)] = sampled
         host.rows[0], host.rows[0, :seqs] = places[0], places
@@ -345,11 +345,12 @@ class Buffers:
         host.lengths[0], host.lengths[0, :seqs], host.lengths[0, -1] = 1, lengths, max(size - live, 1)
         host.lengths[1] = 1  # those rows attend to one key
         host.lengths[1, : len(sampled)] = lengths[sampled]
-        int64[:] = live, len(sampled)
+        live_counts[:] = live, len(sampled)
         buffer.copy_to(self._inputs[: layout.nbytes])
 
     def _begin(self, layout: StepLayout) -> tuple[PinnedBuffer, IntArray, StepInputs]:
-        """Returns the host buffer that is not being copied, its two live numbers, and its inputs."""
+        """Returns the host buffer that is not being copied, its first two integers (the numbers of live tokens and of
+        sampled rows), and its inputs."""
         buffer = self._host[0]
         self._host.reverse()
         memory = buffer.begin()
@@ -385,7 +386,7 @@ class GraphedDecode:
 
     def supports(self, rows: StepRows) -> bool:
         """Returns whether `run` can compute these rows."""
-        return rows.decodes and len(rows.tables) <= self.sizes[-1]
+        return rows.only_decodes and len(rows.tables) <= self.sizes[-1]
 
     def run(self, rows: StepRows) -> Tensor:
         """Returns the logits [sequences, vocab], in a buffer that the next step overwrites."""

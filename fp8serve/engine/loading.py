@@ -40,7 +40,7 @@ from fp8serve.model import parity
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import kv_scales, kv_scales_error, load_servable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.config.model_config import ModelConfig, computed_by_note
+from fp8serve.model.config.model_config import ModelConfig, computed_by_notes
 from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.formats.microscaling import mx_notes
 from fp8serve.model.formats.scales import FILE_NAME, load_scales
@@ -48,7 +48,7 @@ from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import expert_row_counts, mixtures, reset_token_counts
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
-from fp8serve.model.stored_checkpoint import ignored_note, matrices_note
+from fp8serve.model.stored_checkpoint import ignored_notes, matrices_notes
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.processes import Phases
 
@@ -206,8 +206,8 @@ def load(
     tokenizer = Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
     checkpoint = open_checkpoint(model_dir)
     omitted = unused_part_notes(model_dir, checkpoint.omitted_modules)
-    notes = omitted, mx_notes(checkpoint.shards), computed_by_note(config), matrices_note(checkpoint)
-    for note in chain(*notes, ignored_note(checkpoint)):
+    notes = omitted, mx_notes(checkpoint.shards), computed_by_notes(config), matrices_notes(checkpoint)
+    for note in chain(*notes, ignored_notes(checkpoint)):
         log.warning("%s: %s", model_dir, note)
     calibration = Calibration(DelayedScaling(), {}) if network else _read_calibration(model_dir, frozen, options)
     training_recipe = Float8CurrentScaling() if scales_follow_batch else calibration.recipe
@@ -308,8 +308,9 @@ class StagedWeights:
 def stage_weights(model_dir: Path, loaded: LoadedModel, version: int) -> StagedWeights:
     """Reads and checks all weights of `model_dir`, so that invalid weights cannot make the exchange fail.
 
-    If a GPU has no room for them beside the served weights, weights that need no cast are staged in main memory. Raises
-    ModelError or ScalesError if they do not suit the engine, and MachineError if there is no memory for them.
+    If a GPU has no room for them beside the served weights, all of them are staged in main memory, provided that none
+    needs a cast. Raises ModelError or ScalesError if they do not suit the engine, and MachineError if there is no
+    memory for them.
     """
     options = loaded.options
     if read_config(model_dir).eos_token_ids != loaded.config.eos_token_ids:
@@ -386,11 +387,11 @@ def _path(text: str | None) -> Path | None:
 
 
 def prepare_for_serving(model: AnyModel, device: str) -> None:
-    """Makes dynamic scales of each row independent of the other rows; on a CPU, and on a GPU with invariant kernels,
-    also products. Fuses linear layers.
+    """Makes the dynamic scales of a row independent of the other rows, and also its products on a CPU and with invariant
+    kernels on a GPU.
 
     PyTorch's kernels choose the order of a product's sums by the number of rows. This project's kernels replace them.
-    An encoder's layers are fused only on a CPU.
+    Linear layers that share an input are joined, an encoder's only on a CPU.
     """
     make_rows_independent(model)
     on_cpu = torch.device(device).type == "cpu"

@@ -89,14 +89,11 @@ class SamplingPlan:
 
     def __init__(self, seqs: list[Sequence], device: torch.device) -> None:
         rows: dict[str, list[int]] = {name: [] for name in _SAMPLING_STEPS}
-        seed_hashes = list[blake2b]()
         for row, seq in enumerate(seqs):
             if seq.sampling is None:
                 names = tuple(name for name, applies in _SAMPLING_STEPS.items() if applies(seq))
                 seq.sampling = names, _seed_hash(seq.seed)
-            names, seed_hash = seq.sampling
-            seed_hashes.append(seed_hash)
-            for name in names:
+            for name in seq.sampling[0]:
                 rows[name].append(row)
         self.seqs = seqs
         self.sampled, self.logprobs, self.penalized = rows["sampled"], rows["logprobs"], rows["penalized"]
@@ -108,7 +105,7 @@ class SamplingPlan:
         if self.logprobs:
             self.logprob_rows = to_device(self.logprobs, torch.long, device)
         if self.sampled:
-            self.seed_hashes = [seed_hashes[row] for row in self.sampled]
+            self.seed_hashes = [seqs[row].sampling[1] for row in self.sampled]  # type: ignore[index]  # set above
             self.sampled_rows = to_device(self.sampled, torch.long, device)
             sampled = [seqs[row].params for row in self.sampled]
             columns = [p.temperature for p in sampled], [p.top_p for p in sampled], [p.min_p for p in sampled]

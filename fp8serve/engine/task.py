@@ -45,5 +45,5 @@ def check_generates(model_dir: Path | str, requested: Task | None) -> None:
     if (task := task_of(model_dir, requested)) != "generate":
         reason = f"the option task is {task!r}"
         if not requested:
-            reason = "its modules.json says so, which the option task overrides if it is 'generate'"
+            reason = "it was published for that; if it can write text, too, the option task='generate' serves it so"
         raise ModelError(f"{model_dir} is served to {task} and not to write text: {reason}.")

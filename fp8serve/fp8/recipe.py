@@ -214,7 +214,7 @@ class MXFP8BlockScaling(_HasSpecs):
     """MXFP8: 32 consecutive elements share a scale, a power of two in one byte (E8M0), along the contracted dimension.
 
     The scale is the smallest power of two with which the largest element does not exceed the format's maximum. The
-    parameters are those of Transformer Engine; `margin` must be 0, because such a scale leaves no values to save.
+    parameters are those of Transformer Engine; `margin` must be 0: with such a scale no value saturates.
     """
 
     margin: int = 0

@@ -286,7 +286,7 @@ def _has_scheme(quantization: Quantization | None, module: str) -> bool:
     return quantization is not None and quantization.find_scheme(module) is not None
 
 
-def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:
+def matrices_notes(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:
     """Returns a note about FP8 matrices that are no linear layers, if the model has any.
 
     `rewritten` is True if the caller's command is about to write the model with only linear layers in FP8.
@@ -301,7 +301,7 @@ def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[s
     return (f"{subject}{more} {'are' if plural else 'is'} stored in FP8 and computed in BF16{output}.",)
 
 
-def ignored_note(checkpoint: Checkpoint) -> tuple[str, ...]:
+def ignored_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Returns a note about FP8 layers that quantization_config ignores, if the model has any."""
     quantization, names = checkpoint.quantization, (*checkpoint.fp8_linears, *checkpoint.fp8_matrices)
     ignored = [name for name in names if quantization is not None and quantization.ignores(name)]

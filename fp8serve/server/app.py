@@ -81,7 +81,7 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     add_error_handlers(app, (route.path for router in routers for route in router.routes))
     limits = settings.limits
     app.add_middleware(
-        BodyLimits, max_bytes=limits.body_bytes, seconds=limits.body_seconds, held_bytes=limits.held_bytes
+        BodyLimits, max_bytes=limits.body_bytes, seconds=limits.body_seconds, max_held_bytes=limits.held_bytes
     )
     app.add_middleware(RateLimits, tenants=state.tenants)
     app.add_middleware(AccessControl, settings=settings, keys=state.keys)

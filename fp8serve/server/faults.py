@@ -58,8 +58,8 @@ class Code(Enum):
 class Kind(NamedTuple):
     """The statuses and types of an error. `is_retryable` says whether sending the same request again may succeed."""
 
-    v1: int
-    native: int
+    v1_status: int
+    native_status: int
     openai_type: str
     native_type: str
     is_retryable: bool = False
@@ -159,7 +159,7 @@ class Fault(Exception):  # noqa: N818 - the request failed, not the program
 
     def status(self, path: str) -> int:
         kind = KINDS[self.code]
-        return kind.v1 if is_openai(path) else kind.native
+        return kind.v1_status if is_openai(path) else kind.native_status
 
     def body(self, path: str, request_id: str) -> dict[str, Any]:
         """Returns the error body for `path`: in the format of Anthropic or OpenAI under /v1, of TGI elsewhere."""
@@ -173,7 +173,7 @@ class Fault(Exception):  # noqa: N818 - the request failed, not the program
         return f"{self.message} {self.hint}" if self.hint else self.message
 
     def anthropic(self, request_id: str) -> dict[str, Any]:
-        status = KINDS[self.code].v1
+        status = KINDS[self.code].v1_status
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         error: dict[str, Any] = {"type": kind, "message": self.full_message}
         if self.param == "thread":  # Anthropic's client then repeats the request without this field
@@ -205,7 +205,7 @@ class Fault(Exception):  # noqa: N818 - the request failed, not the program
             return {"WWW-Authenticate": 'Basic realm="fp8serve", charset="UTF-8"'}
         if self.retry_after is not None:
             return {"Retry-After": str(self.retry_after)}
-        return {"x-should-retry": "false"} if KINDS[self.code].v1 in (408, 409) else {}
+        return {"x-should-retry": "false"} if KINDS[self.code].v1_status in (408, 409) else {}
 
     def response(self, path: str, request_id: str) -> JSONResponse:
         id_header = {"request-id": request_id} if is_anthropic(path) else {}

@@ -90,7 +90,9 @@ class RequestSpan:
 
         self._span.update_name(f"{attributes['http.request.method']} {attributes['http.route']}")
         self._span.set_attributes(attributes | _usage_attributes(usage, attributes))
-        if "error.type" in attributes and KINDS[Code(attributes["error.type"])].v1 >= 500:  # the server is at fault
+        if (
+            "error.type" in attributes and KINDS[Code(attributes["error.type"])].v1_status >= 500
+        ):  # the server is at fault
             self._span.set_status(Status(StatusCode.ERROR))
         for index, sequence in enumerate(usage.sequences):
             self._add_phases(index, sequence)
@@ -214,7 +216,7 @@ def traces_url(endpoint: str) -> str:
 
 
 class QuietExporter:
-    """A span exporter that warns at most every WARNING_INTERVAL_SECONDS that spans are lost.
+    """A span exporter that warns of lost spans, at most once every WARNING_INTERVAL_SECONDS.
 
     It has the methods of SpanExporter, but does not inherit from it, because that package may be missing.
     """

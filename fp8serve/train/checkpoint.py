@@ -2,11 +2,13 @@
 
     model.safetensors       FP32 master weights under their Hugging Face names; for an adapter only its masters,
                             `{linear}.lora_A` and so on
-    model.safetensors.index.json, config.json, tokenizer
-                            copied from the base model without its quantization; they make a model directory
+    model.safetensors.index.json
+                            the index of model.safetensors
+    config.json, tokenizer  those of the base model, without its quantization; with the weights they make a model
+                            directory
     optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`; 8-bit moments as in `train.optimizer`
-    scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite|steps}`, and the same of
-                            `{attention}.{k|v}`, or of all operands of attention if it is trained in FP8
+    scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite|steps}`; the same four
+                            tensors for `{attention}.{k|v}`, or for all operands of an attention that is trained in FP8
     random.safetensors      the state of torch's random generator
     method.safetensors      the reference values of the method (`methods.interface`), if it has any
     trainer.json            step, cursor, token counts, the configuration and the environment of the run
@@ -16,8 +18,8 @@ A checkpoint is written into a hidden directory beside the final one. Its files 
 directory is renamed, and its parent is fsynced (`model.storage.files`). A kill at any instant leaves at most the hidden
 directory, which the next start removes. Before a run resumes, it verifies the manifest, so that lost or changed bytes
 are detected; it resumes from the newest checkpoint that is complete. There is no pickle. A checkpoint takes 12 bytes a
-parameter, or 6 with 8-bit moments, which are written and hashed once. The files are not sharded, because only this
-program reads them; `export` writes sharded or quantized files.
+parameter, or 6 with 8-bit moments; each byte is written once and hashed once. The files are not sharded, because only
+this program reads them; `export` writes sharded or quantized files.
 """
 
 import hashlib
@@ -48,7 +50,8 @@ from fp8serve.model.storage.shards import Shards, load_tensors, read_header, sav
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"\.(step-\d+|model|model-step-\d+)\.tmp-")
-_MAPPED_KINDS, _LOADED_KINDS = ("model", "optimizer"), ("scaling", "random", "method")  # of tensors, a file for each
+# Each kind of tensors has its own file. `read_checkpoint` maps the first two, and loads the others.
+_MAPPED_KINDS, _LOADED_KINDS = ("model", "optimizer"), ("scaling", "random", "method")
 
 
 @dataclass

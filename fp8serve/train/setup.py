@@ -24,7 +24,7 @@ from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.parity import use_invariant_mode
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.storage.memory import trim
-from fp8serve.model.stored_checkpoint import matrices_note
+from fp8serve.model.stored_checkpoint import matrices_notes
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import state
@@ -134,7 +134,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     if unquantized:
         text = f"{len(unquantized)} linear layers that the model stores in high precision are trained in BF16"
         on_event(message("kept", text, kept=len(unquantized)))
-    for note in () if config.lora_rank else matrices_note(open_checkpoint(source), rewritten=True):
+    for note in () if config.lora_rank else matrices_notes(open_checkpoint(source), rewritten=True):
         on_event(message("widened", note))
     sharded = _sharded_model(config, source, unquantized, ranks, on_event) if config.fsdp else None
     if sharded is not None:
@@ -203,7 +203,7 @@ def check_format(config: TrainConfig) -> None:
     quantization_files(config.format, recipe, kv_cache=False)
     if recipe.specs.linear["weight"].is_mx and Path(config.model).exists():
         base = open_checkpoint(config.model)
-        unquantized = () if config.lora_rank else base.high_precision_linears
+        unquantized = frozenset(() if config.lora_rank else base.high_precision_linears)
         for name in base.linears:
             if name not in unquantized:
                 check_whole_blocks(recipe, base.shapes[f"{name}.weight"][1], name)

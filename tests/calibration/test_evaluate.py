@@ -77,9 +77,9 @@ def test_recipes_and_scales_of_the_caller_are_used(model_dir: Path, fp8_dir: Pat
     rowwise = evaluate(model_dir, None, model_dir, recipe=from_name("rowwise"), **SMALL)  # type: ignore[arg-type]
     assert rowwise.recipe == "rowwise"
     scales = fp8_dir / "scales.safetensors"
-    beside = evaluate(model_dir, scales=scales, **SMALL)  # type: ignore[arg-type]
+    with_file = evaluate(model_dir, scales=scales, **SMALL)  # type: ignore[arg-type]
     own = evaluate(fp8_dir, **SMALL)  # type: ignore[arg-type]
-    assert beside.quality.perplexity == pytest.approx(own.quality.perplexity, rel=1e-3)
+    assert with_file.quality.perplexity == pytest.approx(own.quality.perplexity, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["current", "rowwise", "block", "w8a16"])

@@ -54,7 +54,7 @@ def scales(observer: Observer) -> dict[str, float]:
 
 def test_scales_do_not_depend_on_the_order_of_batches(model_dir: Path) -> None:
     batches = random_batches(6)
-    found = []
+    results = []
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
         decoder = plain(model_dir)
         linears = converted(decoder)
@@ -62,12 +62,12 @@ def test_scales_do_not_depend_on_the_order_of_batches(model_dir: Path) -> None:
             decoder, make_observer(decoder, linears, RECIPE, kv_cache=True, gradients=True), [batches[i] for i in order]
         )
         states = final_states(observer)
-        found.append({n: (s.scale, s.amax_history.sort().values) for n, s in states.items()})
-    assert found[0].keys() == found[1].keys()
-    assert len(found[0]) == 14 * 3 + 4
-    for name, (scale, history) in found[0].items():
-        assert torch.equal(scale, found[1][name][0]), name
-        assert torch.equal(history, found[1][name][1]), name
+        results.append({n: (s.scale, s.amax_history.sort().values) for n, s in states.items()})
+    assert results[0].keys() == results[1].keys()
+    assert len(results[0]) == 14 * 3 + 4
+    for name, (scale, history) in results[0].items():
+        assert torch.equal(scale, results[1][name][0]), name
+        assert torch.equal(history, results[1][name][1]), name
 
 
 def test_every_batch_counts_even_if_the_history_is_shorter(model_dir: Path) -> None:
@@ -131,10 +131,10 @@ def test_gradient_scales_are_those_of_the_exact_gradients(decoder: Decoder, mode
         for batch in batches:
             backward(reference, forward(reference, batch), batch.targets)
     observer = observe(decoder, make_observer(decoder, converted(decoder), RECIPE, gradients=True), batches)
-    found = final_states(observer)
+    states = final_states(observer)
     for name, amax in largest.items():
         assert observer.records[f"{name}.grad_output"].amax == pytest.approx(amax, rel=1e-2)
-        scale = found[f"{name}.grad_output"].scale
+        scale = states[f"{name}.grad_output"].scale
         assert float(scale) == pytest.approx(57344.0 / observer.records[f"{name}.grad_output"].amax, rel=1e-6)
     assert all(p.grad is None for p in decoder.parameters())
 

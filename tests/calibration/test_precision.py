@@ -59,7 +59,7 @@ def test_only_named_layers_are_quantized(model_dir: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
 def test_the_engine_serves_fp8_and_bf16_linears_together(recipe: str, model_dir: Path, tmp_path: Path) -> None:
-    """A group of joined layers may have both kinds; greedy tokens are those of layers computed one by one."""
+    """Layers that the engine joins, such as q, k and v, may be partly FP8 and partly BF16."""
     run(model_dir, tmp_path / "out", recipe, skip=[QKV[0], "model.layers.1.mlp.*"])
     engine = Engine(tmp_path / "out")
     completions = engine.generate([[5, 6, 7, 8, 9]], max_new_tokens=8, ignore_eos=True)
@@ -146,7 +146,7 @@ def test_linears_that_read_one_input_form_one_group() -> None:
             {"skip": ["model.layers.9.*"]},
             "'model.layers.9.*' matches no linear layer; linear layers have names such as model.lay",
         ),
-        ({"skip": ["*"]}, "skip and only exclude every linear layer"),
+        ({"skip": ["*"]}, "`skip` and `only` exclude every linear layer"),
         ({"only": ["lm_head"]}, "'lm_head' matches no linear layer"),
         ({"target_kl": 1e-9}, "The target needs every linear layer in high precision"),
         ({"target_kl": 0.0}, "target_kl"),

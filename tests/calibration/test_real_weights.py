@@ -6,7 +6,6 @@ import pytest
 
 from fp8serve.calibration.reports.findings import findings
 from fp8serve.hub import find_model
-from fp8serve.model import gguf as packaged
 
 from .planted import plant
 from .test_smoothing import LARGE, kl, run
@@ -16,14 +15,8 @@ NORM, CHANNEL = "model.layers.15.post_attention_layernorm", 100
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    packaged.missing_package() is not None,
-    reason="SmolLM2's weights are not installed: make weights",
-)
-def test_smollm2_survives_a_planted_outlier(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
+@pytest.mark.usefixtures("smollm2_cache")
+def test_smollm2_survives_a_planted_outlier(tmp_path: Path) -> None:
     original = Path(find_model("smollm2"))
     planted = plant(original, tmp_path / "planted", LARGE, NORM, CHANNEL)
     usual = run(original, tmp_path / "usual", **SIZES)

@@ -170,9 +170,9 @@ def test_an_outlier_is_found_and_named(
     power: int, model_dir: Path, planted: Path, tmp_path: Path, reports: Callable[[Path, str], CalibrationReport]
 ) -> None:
     report = reports(planted if power == LARGE else plant(model_dir, tmp_path / "planted", power), "delayed")
-    (found,) = [f for f in findings(report) if "--smoothing" in f.text]
-    assert found.is_problem
-    assert f"layer 1 gate/up input (channel {CHANNEL}: " in found.text
+    (finding,) = [f for f in findings(report) if "--smoothing" in f.text]
+    assert finding.is_problem
+    assert f"layer 1 gate/up input (channel {CHANNEL}: " in finding.text
     worst = {layer.name: layer.outlier for layer in report.layers}["model.layers.1.mlp.gate_proj"]
     assert worst is not None
     assert (worst.channel, round(worst.excess, -3) > 0) == (CHANNEL, True)
@@ -259,7 +259,7 @@ def samples(planted: Path) -> list[Sample]:
     return load_samples(None, Tokenizer.from_dir(planted), VOCAB, count=12, seq_len=48, seed=0)
 
 
-def found(model: Path, samples: list[Sample], batch_size: int) -> dict[str, Tensor]:
+def smoothed(model: Path, samples: list[Sample], batch_size: int) -> dict[str, Tensor]:
     decoder, linears = load_for_calibration(model, "cpu")
     return smooth(decoder, linears, make_batches(samples, batch_size), DelayedScaling(), 0.5)
 
@@ -269,12 +269,12 @@ def found(model: Path, samples: list[Sample], batch_size: int) -> dict[str, Tens
 def test_shuffled_split_and_repeated_batches_give_the_same_bits(
     batch_size: int, planted: Path, samples: list[Sample]
 ) -> None:
-    expected = found(planted, samples, 3)
+    expected = smoothed(planted, samples, 3)
     assert f"{NORM}{FACTORS}" in expected
     shuffled = random.Random(batch_size).sample(samples, len(samples))
-    got = found(planted, shuffled + shuffled[:4], batch_size)
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    actual = smoothed(planted, shuffled + shuffled[:4], batch_size)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 # -- what cannot be asked for ------------------------------------------------------------------------------------------

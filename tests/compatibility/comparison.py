@@ -28,15 +28,15 @@ OF_EVERY_ARCHITECTURE = [
 ModelDir = Callable[[str], tuple[Path, Any]]
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Returns the root mean square of the difference, relative to that of the expected values."""
-    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+    return float((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
 @torch.no_grad()
 def logits_of(theirs: Any, ids: Tensor = IDS[:60]) -> Tensor:
-    found: Tensor = theirs(ids[None]).logits[0].float()
-    return found
+    logits: Tensor = theirs(ids[None]).logits[0].float()
+    return logits
 
 
 @torch.no_grad()

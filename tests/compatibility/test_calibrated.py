@@ -38,8 +38,8 @@ def test_calibrate_and_serve(name: str, model_of: ModelDir, calibrated: Callable
     if engine.loaded.differences == [
         FP8_CACHE_DIFFERS
     ]:  # training has the bits of the server's log-probabilities, for prompt and answer
-        found = [item.logprob for part in (done.prompt_logprobs, done.logprobs) for item in part or ()]
-        assert found == parity.training(out, "delayed", "fp8")([row])[0].tolist()
+        logprobs = [item.logprob for part in (done.prompt_logprobs, done.logprobs) for item in part or ()]
+        assert logprobs == parity.training(out, "delayed", "fp8")([row])[0].tolist()
     else:
         with pytest.raises(RecipeError, match="would differ from a server's"):
             parity.training(out, "delayed", "fp8")([row])

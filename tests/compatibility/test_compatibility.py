@@ -34,9 +34,9 @@ pytestmark = OF_EVERY_ARCHITECTURE
 def test_logits(name: str, files: str, dtype: torch.dtype, tmp_path: Path) -> None:
     theirs = make(name, tmp_path, **({"max_shard_size": "50KB"} if files == "sharded" else {}))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (files == "sharded")
-    found = ours(tmp_path, "bf16", dtype)
+    actual = ours(tmp_path, "bf16", dtype)
     assert (
-        relative_error(found, logits_of(theirs.to(dtype) if dtype is torch.float32 else theirs))
+        relative_error(actual, logits_of(theirs.to(dtype) if dtype is torch.float32 else theirs))
         < 8 * torch.finfo(dtype).eps
     )
 

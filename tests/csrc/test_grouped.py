@@ -185,7 +185,7 @@ def test_wrong_arguments_in_mx_blocks_are_refused(change, message):
 
 @pytest.mark.parametrize("counts", COUNTS)
 def test_mx_blocks_give_the_bits_of_mx_mm(level, counts):
-    """The weights of experts without rows are not read: their scales are NaN."""
+    """Experts without rows have NaN as scales, which must not reach the result of another expert."""
     (n, k), rows, offsets = (48, 288), COUNTS[counts], offsets_of(COUNTS[counts])
     a, b = random_fp8(sum(rows), k, E4M3, 1), torch.stack([random_fp8(n, k, E4M3, 2 + e) for e in range(len(rows))])
     a_scale, b_scale = (
@@ -193,7 +193,8 @@ def test_mx_blocks_give_the_bits_of_mx_mm(level, counts):
         torch.stack([random_mx_scales(n, k, 4 + e) for e in range(len(rows))]),
     )
     for e, count in enumerate(rows):
-        b_scale[e].view(torch.uint8)[:] = 255 if count == 0 else b_scale[e].view(torch.uint8)
+        if count == 0:
+            b_scale[e].view(torch.uint8)[:] = 255
     parts = [
         OPS.mx_mm(a[i:j], b[e], a_scale[i:j], b_scale[e], None, None, BF16)
         for e, (i, j) in enumerate(expert_row_ranges(offsets))

@@ -142,8 +142,8 @@ def multiply(kernels: Kernels, rows: int, k: int, by: str, kernel: str = "") -> 
     a, b, a_scale, b_scale = operands(rows, 72, k, by, by)
     op, named = ("scaled_mm_by", (kernel, 1)) if kernel else ("scaled_mm", ())
     with on_hopper(kernels) if rows <= 16 else nullcontext():
-        found = kernels.run(op, a, b, a_scale, b_scale, None, torch.float32, *named)
-    assert_within_accumulation(found, a, b, a_scale, b_scale)
+        actual = kernels.run(op, a, b, a_scale, b_scale, None, torch.float32, *named)
+    assert_within_accumulation(actual, a, b, a_scale, b_scale)
 
 
 def multiply_norm(kernels: Kernels) -> None:
@@ -153,9 +153,9 @@ def multiply_norm(kernels: Kernels) -> None:
     a, b = (x.repeat(1, 3)[:, :528].contiguous() for x in (a, b))
     expected = kernels.run("stored_mm", *normed_case(Case("", lambda: (a, b, *rest))).make())
     kernels.ops.gemm_kernels(a, "none")
-    found = kernels.run("stored_mm", *normed_case(Case("", lambda: (a, b, *rest))).make())
+    actual = kernels.run("stored_mm", *normed_case(Case("", lambda: (a, b, *rest))).make())
     kernels.ops.gemm_kernels(a, "normed")
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 def draw(kernels: Kernels, vocab: int) -> None:
@@ -170,8 +170,8 @@ def draw(kernels: Kernels, vocab: int) -> None:
 def multiply_experts(kernels: Kernels) -> None:
     one, ends = torch.tensor(1.0), torch.tensor([2, 3], dtype=torch.int32)
     a, b = (torch.ones(n, 1200).to(torch.float8_e4m3fn) for n in (3, 16))
-    found = kernels.run("grouped_mm", a, b.view(2, 8, 1200), one, torch.ones(2), ends, None, torch.bfloat16)
-    assert bool((found == 1200).all())
+    actual = kernels.run("grouped_mm", a, b.view(2, 8, 1200), one, torch.ones(2), ends, None, torch.bfloat16)
+    assert bool((actual == 1200).all())
 
 
 def attend(kernels: Kernels, dtype: torch.dtype, dim: int, keys: int = 300) -> None:

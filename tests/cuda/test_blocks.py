@@ -85,8 +85,8 @@ def test_no_kernel_has_a_race() -> None:
 @needs_thread_sanitizer
 def test_a_race_between_blocks_names_both_lines() -> None:
     [site] = [site for site in BLOCKS.run("pass_along")[1] if "store_release" in BLOCKS.line_at(site)]
-    found = re.findall(r"#0 pass_along \S*(blocks\.cu:\d+)", BLOCKS.race("pass_along", left_out=site))
-    assert [BLOCKS.line_at(at).partition("=")[0].strip() for at in found[:2]] == [
+    sites = re.findall(r"#0 pass_along \S*(blocks\.cu:\d+)", BLOCKS.race("pass_along", left_out=site))
+    assert [BLOCKS.line_at(at).partition("=")[0].strip() for at in sites[:2]] == [
         "const int before",
         "work->values[block][thread]",
     ]

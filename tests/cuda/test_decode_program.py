@@ -4,7 +4,7 @@ decode_step.cu runs it on the emulated GPU with one block for each multiprocesso
 """
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +19,12 @@ TINY = Model(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=32, inter=1040, 
 LLAMA_1B = Model(layers=22, hidden=2048, heads=32, kv_heads=4, head_dim=64, inter=5632, vocab=32000)
 LENGTHS = [300, 20]  # three segments, and one
 DECODE_STEP = Executable(emulated.ROOT / "tests/cuda/decode_step.cu")
-MODEL_FIELDS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inter", "vocab")
 
 
 def write(path: Path, program: Program, epoch: int = 0, steps: int = 2) -> Path:
     listed = program.tensor()
     shape = [len(LENGTHS), listed.shape[0], listed.shape[1], len(program.needs), epoch, steps]
-    numbers = [*(getattr(TINY, field) for field in MODEL_FIELDS), *shape, *LENGTHS, *program.needs]
+    numbers = [*astuple(TINY), *shape, *LENGTHS, *program.needs]
     ints = torch.cat([torch.tensor(numbers, dtype=torch.int32), listed.flatten()])
     path.write_bytes(ints.numpy().tobytes())
     return path

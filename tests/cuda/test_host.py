@@ -70,14 +70,24 @@ def test_host_code_is_optimized_and_architectures_are_passed_to_the_products(tmp
             assert definition in product
 
 
+def compile_cuda(source, out, *options):
+    places = [f"-I{ROOT}/csrc", "-isystem", str(Path(torch.__file__).parent / "include")]
+    defines = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]
+    common = ["-std=c++20", "--expt-relaxed-constexpr", "-O3"]
+    subprocess.run([NVCC, *common, *options, *places, *defines, ROOT / "tests/cuda" / source, "-o", out], check=True)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", "sm_120f"])
+def test_functions_that_no_kernel_uses_yet_compile(arch, tmp_path):
+    compile_cuda("probe_blocks.cu", tmp_path / "probe.o", f"-arch={arch}", "-c")
+
+
 @needs_nvcc
 @pytest.mark.skipif(sass.cuobjdump() is None, reason="cuobjdump is not installed")
 def test_rotary_in_fp32_uses_no_fused_multiply_add(tmp_path):
     """An FFMA would skip the rounding of a product, so the bits would differ from the reference."""
     cubin = tmp_path / "probe.cubin"
-    places = [f"-I{ROOT}/csrc", "-isystem", str(Path(torch.__file__).parent / "include")]
-    defines = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]
-    options = ["-std=c++20", "--expt-relaxed-constexpr", "-arch=sm_89", "-cubin", "-O3"]
-    subprocess.run([NVCC, *options, *places, *defines, ROOT / "tests/cuda/probe.cu", "-o", cubin], check=True)
+    compile_cuda("probe.cu", cubin, "-arch=sm_89", "-cubin")
     counts = sass.fused_in(cubin, sass.cuobjdump(), "probe_rotated")
     assert list(counts.values()) == [0]

@@ -269,7 +269,7 @@ def test_directories_of_other_models_are_refused(models: tuple[Path, Path], tmp_
         ({"kv_cache_dtype": "fp8"}, "with an FP8 cache"),
     ],
 )
-def test_options_that_keep_scales(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_loading_is_refused_with_options_that_add_scales(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     base = write_model(tmp_path / "model")
     write_scales(base, base / "scales.safetensors", kv=True)
     engine = Engine(base, recipe=DelayedScaling(), **options)

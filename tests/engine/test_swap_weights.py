@@ -32,7 +32,7 @@ def test_swapped_weights_give_the_bits_of_a_new_engine_and_can_be_swapped_back(
     first = answers(engine)
     engine.stage_weights(other)
     engine.pack_weights()
-    assert answers(engine) == first, "staged weights do not serve"
+    assert answers(engine) == first, "staged weights changed the answers before the swap"
     info = engine.swap_weights()
     assert (info["model"], info["weights_version"]) == (str(other), 1)
     assert answers(engine) == expected != first
@@ -164,7 +164,7 @@ def test_staging_is_refused_with_options_whose_state_belongs_to_the_weights(
         engine.stage_weights(base)
 
 
-def test_other_models_are_not_staged(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_incompatible_models_are_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     engine = Engine(models[0])
     before = answers(engine)
     with pytest.raises(ModelError, match="has another configuration than"):

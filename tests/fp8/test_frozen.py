@@ -143,9 +143,8 @@ def test_amax_and_saturation_are_counted() -> None:
     assert (frozen.amax.item(), frozen.saturated.item()) == (4.0, 0)
     frozen(torch.tensor([[5.0, -9.0, 1.0, 0.0], [6.0, 0.0, 0.0, 0.0]]))
     assert (frozen.amax.item(), frozen.saturated.item()) == (9.0, 3)
-    frozen(
-        torch.tensor([[4.40, 4.48, -4.49, 4.32]])
-    )  # three have the largest code, and one of them was above the range
+    # All four round to the largest code, but only -4.49 is above the range and counts as saturated.
+    frozen(torch.tensor([[4.40, 4.48, -4.49, 4.32]]))
     assert frozen.saturated.item() == 4
     frozen.reset_counters()
     assert (frozen.amax.item(), frozen.saturated.item()) == (0.0, 0)

@@ -31,15 +31,15 @@ def test_json_round_trip(recipe: Recipe | None) -> None:
     assert from_json(to_json(recipe)) == recipe
 
 
-def test_later_parameters_are_written_only_if_they_are_not_the_default() -> None:
-    """So that files of earlier recipes do not change, and older versions can read them."""
+def test_parameters_of_later_versions_are_written_only_if_they_are_not_the_default() -> None:
+    """A recipe that uses none of them is written as before, so that older versions can read it."""
     assert to_json(DelayedScaling()) == (
         '{"recipe": "DelayedScaling", "margin": 0, "interval": 1, "fp8_format": "HYBRID", "amax_history_len": 1024,'
         ' "amax_compute_algo": "max", "scaling_factor_compute_algo": null,'
         ' "override_linear_precision": [false, false, false], "reduce_amax": true, "fp8_dpa": false, "fp8_mha": false}'
     )
     assert '"weight_granularity": "row"' in to_json(DelayedScaling(weight_granularity="row"))
-    assert '"power_2_scale": false' in to_json(Float8CurrentScaling())
+    assert '"power_2_scale": false' in to_json(Float8CurrentScaling())  # as old as the recipe
 
 
 def test_the_weight_only_recipe_is_refused_for_training() -> None:

@@ -128,8 +128,8 @@ def test_a_file_that_expands_is_refused_before_its_values_are_made(kind: str, tm
     path = table(tmp_path / "a.parquet", text=cells)
     assert path.stat().st_size < 1 << 16
     limits = DataLimits(rows=1000, row_bytes=1 << 16, bytes=1 << 20)
-    beside = table(tmp_path / "b" / "a.parquet", prompt=["a"] * len(cells), beside=cells)
-    for examples in (read_examples([path], limits), GrpoReader(8).read_examples(beside, limits)):
+    prompts = table(tmp_path / "b" / "a.parquet", prompt=["a"] * len(cells), beside=cells)
+    for examples in (read_examples([path], limits), GrpoReader(8).read_examples(prompts, limits)):
         tracemalloc.start()
         with pytest.raises(DataError, match=message):
             for _ in examples:

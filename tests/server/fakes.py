@@ -271,7 +271,7 @@ def classifying_engine() -> FakeEngine:
 class Launcher:
     """Starts fake engines in place of engine processes, and records them.
 
-    held: True, or the name of a directory: all loads, or those of this directory, wait until it is False. problem: if
+    paused: True, or the name of a directory: all loads, or those of this directory, wait until it is False. problem: if
     set, the error of every load.
     """
 

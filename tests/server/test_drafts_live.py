@@ -1,4 +1,4 @@
-"""A draft model behind a real server: the same answers over HTTP, its share in /metrics, a sentence for a wrong one."""
+"""A draft model behind a real server: answers do not change, /metrics counts drafts, a wrong model is refused."""
 
 import json
 import subprocess
@@ -80,13 +80,13 @@ def refusal(home: Path, draft: Path) -> str:
     return process.stderr
 
 
-def test_a_wrong_draft_model_is_one_sentence_before_weights_are_loaded(home: Path, tmp_path: Path) -> None:
-    words = write_model(tmp_path / "words") / "tokenizer.json"
-    words.write_text(words.read_text().replace('"</s>"', '"<end>"'))
-    (tmp_path / "words" / "model.safetensors").write_bytes(b"never read")
+def test_a_wrong_draft_model_is_refused_before_weights_are_loaded(home: Path, tmp_path: Path) -> None:
+    tokenizer_file = write_model(tmp_path / "other-vocabulary") / "tokenizer.json"
+    tokenizer_file.write_text(tokenizer_file.read_text().replace('"</s>"', '"<end>"'))
+    (tmp_path / "other-vocabulary" / "model.safetensors").write_bytes(b"never read")
     for directory, sentence in (
         (tmp_path / "nowhere", "nowhere is not a directory"),
-        (tmp_path / "words", "has another vocabulary than"),
+        (tmp_path / "other-vocabulary", "has another vocabulary than"),
     ):
         *_, line = refusal(home, directory).splitlines()
         assert line.startswith("fp8serve: ")

@@ -32,7 +32,7 @@ NEW = 16
 CLIENTS = 2  # one streams, one completes
 ACTIVATIONS = 10
 STEPS = 8
-RATIO = 1000.0  # the versions, one of which is not trained at all, are further apart than the default allows
+MAX_PERPLEXITY_RATIO = 1000.0  # above the default, because the base model is not trained
 Weights = dict[str, torch.Tensor]
 
 
@@ -72,7 +72,7 @@ def status(server: Process, job: str) -> str:
 
 def activate(server: Process, source: str) -> Any:
     return server.client.post(
-        "/models/tiny/activate", json={"source": source, "max_perplexity_ratio": RATIO}, timeout=PATIENCE
+        "/models/tiny/activate", json={"source": source, "max_perplexity_ratio": MAX_PERPLEXITY_RATIO}, timeout=PATIENCE
     )
 
 
@@ -88,7 +88,7 @@ def missing(weights: Weights) -> None:
     del weights["model.layers.1.mlp.down_proj.weight"]
 
 
-def another_models(weights: Weights) -> None:
+def random_embeddings(weights: Weights) -> None:
     """Finite weights of the right shapes, but useless: large random embeddings, which are also the head."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(weights["model.embed_tokens.weight"].shape, generator=generator)
@@ -99,7 +99,7 @@ SPOILERS: dict[Callable[[Weights], None], str] = {
     not_a_number: "model.safetensors holds NaN or an infinity in model.norm.weight",
     scale_of_zero: "q_proj.weight_scale holds the scale 0.0",
     missing: "down_proj",
-    another_models: "more than 1000 times the",
+    random_embeddings: "more than 1000 times the",
 }
 CUT = "is not a complete safetensors file"
 
@@ -114,8 +114,8 @@ def spoiled(server: Process, place: Path, job: str) -> dict[str, str]:
         if spoil is None:
             os.truncate(file, file.stat().st_size - 1000)
         else:
-            for beside in ("scales.safetensors", "model.safetensors.index.json"):  # they would reveal any change
-                file.with_name(beside).unlink()
+            for name in ("scales.safetensors", "model.safetensors.index.json"):  # they would reveal any change
+                file.with_name(name).unlink()
             weights = load_file(file)
             spoil(weights)
             save_file(weights, file, {"format": "pt"})

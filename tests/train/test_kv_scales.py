@@ -79,7 +79,7 @@ def initial_history(base: Path, name: str, steps: int) -> Tensor:
 @pytest.fixture
 def amaxes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
     """The amaxes of keys and values in each forward pass with gradients, by tensor name."""
-    found: dict[str, list[Tensor]] = {name: [] for name in NAMES}
+    amaxes: dict[str, list[Tensor]] = {name: [] for name in NAMES}
     served_attention, calls = dpa.served_attention, [0]
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
@@ -87,11 +87,11 @@ def amaxes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
             layer = calls[0] % 2
             calls[0] += 1
             for part, x in (("k", k), ("v", v)):
-                found[f"model.layers.{layer}.self_attn.{part}"].append(x.detach().float().abs().max())
+                amaxes[f"model.layers.{layer}.self_attn.{part}"].append(x.detach().float().abs().max())
         return served_attention(q, k, v, *options)
 
     monkeypatch.setattr(dpa, "served_attention", attention)
-    return found
+    return amaxes
 
 
 @pytest.mark.parametrize("format_", ["compressed-tensors", "modelopt", "fp8"])
@@ -207,15 +207,15 @@ def test_a_checkpoint_of_an_older_version_starts_from_the_base(
         Trainer(config).run(stop=after(3))
     resumed, _ = train(config)
     in_one_run = histories(through.model)
-    for name, found in histories(resumed.model).items():
-        assert torch.equal(found, torch.cat([initial_history(kv_dir, name, 3), in_one_run[name][-3:]]))
+    for name, amax_history in histories(resumed.model).items():
+        assert torch.equal(amax_history, torch.cat([initial_history(kv_dir, name, 3), in_one_run[name][-3:]]))
 
 
 def test_a_result_can_be_trained_further(with_kv: Configure, tmp_path: Path) -> None:
     first, _ = train(with_kv(max_steps=2, out=str(tmp_path / "first")))
     second, _ = train(with_kv(model=str(first.model), max_steps=2, out=str(tmp_path / "second")))
-    for name, found in histories(second.model).items():
-        assert torch.equal(found[:-2], histories(first.model)[name][2:])
+    for name, amax_history in histories(second.model).items():
+        assert torch.equal(amax_history[:-2], histories(first.model)[name][2:])
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_a_base_of_another_tool_has_the_scales_among_its_tensors(
     scales = kv_scales(base)
     assert scales == kv_scales(kv_dir)
     result, _ = train(with_kv(model=str(base), max_steps=1))
-    for name, found in histories(result.model).items():
-        assert 448 / scales[int(name.split(".")[2])]["kv".index(name[-1])] in found
+    for name, amax_history in histories(result.model).items():
+        assert 448 / scales[int(name.split(".")[2])]["kv".index(name[-1])] in amax_history
 
 
 def test_a_base_without_these_scales_gives_a_result_without(configure: Configure, fp8_dir: Path) -> None:
@@ -280,7 +280,7 @@ def test_the_amaxes_are_those_of_calibration(tmp_path: Path, family: str) -> Non
     rows = [row(1, 20), row(2, 9)]
     forward = Forward(decoder, recipe, records_kv=True)
     forward.observe(mean_loss(collate(rows, "cpu")))
-    found = {
+    amaxes = {
         name: float(s.amax_history[-1]) for name, s in state.scaling_states(forward) if name.endswith((".k", ".v"))
     }
 
@@ -293,8 +293,8 @@ def test_the_amaxes_are_those_of_calibration(tmp_path: Path, family: str) -> Non
         make_batches(samples, 2),
         all_experts=True,
     )
-    assert len(found) == 2 * decoder.config.num_layers
-    assert found == {name: observer.records[name].amax for name in found}
+    assert len(amaxes) == 2 * decoder.config.num_layers
+    assert amaxes == {name: observer.records[name].amax for name in amaxes}
 
 
 @pytest.mark.parametrize("recipe", [None, from_name("current"), DelayedScaling(fp8_dpa=True)])

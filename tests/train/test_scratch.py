@@ -31,12 +31,12 @@ def test_transformers_loads_it(model_dir: Path) -> None:
     assert model.config.eos_token_id == tokenizer.eos_token_id == read_config(model_dir).eos_token_ids[0]
 
 
-def test_a_reader_of_every_safetensors_takes_the_weights_only(model_dir: Path) -> None:
+def test_a_loader_of_all_safetensors_files_finds_only_the_weights(model_dir: Path) -> None:
     index = json.loads((model_dir / "model.safetensors.index.json").read_text())
     assert tensors_taken(model_dir) == sorted(index["weight_map"])
 
 
-def test_chat_turns_are_single_tokens(model_dir: Path) -> None:
+def test_chat_markers_are_single_tokens(model_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     chat = [{"role": "user", "content": "dog"}, {"role": "assistant", "content": "fox"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False)

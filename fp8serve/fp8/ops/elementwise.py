@@ -48,7 +48,10 @@ define(
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of `rms_norm` for x [T, hidden] and weight, computed in FP32 and rounded once."""
+    """Returns the gradients of `rms_norm` for x [T, hidden] and weight, computed in FP32 and rounded at the end.
+
+    The gradient of weight uses x / rms(x) as the forward pass rounded it.
+    """
     x_fp32, upstream = x.float(), grad.float() * weight.float()
     factor = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
     normed = x_fp32 * factor
@@ -133,7 +136,10 @@ define(
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of `silu_mul` for gate and up, computed in FP32 and rounded once."""
+    """Returns the gradients of `silu_mul` for gate and up, computed in FP32 and rounded at the end.
+
+    The gradient of up uses silu(gate) as the forward pass rounded it.
+    """
     gate_fp32, upstream = gate.float(), grad.float()
     sigmoid = gate_fp32.sigmoid()
     d_gate = upstream * up * (sigmoid * (1 + gate_fp32 * (1 - sigmoid)))
@@ -183,7 +189,7 @@ def look_up(x: Tensor, table: Tensor) -> Tensor:
 
 
 def _look_up_case(kind: str) -> tuple[Any, ...]:
-    """Arguments with a table of distinct entries: each is the negative BF16 number with the bits of its index."""
+    """Arguments with a table of distinct entries: entry i is the BF16 number with the bits i, negated."""
     table = torch.arange(2**16).to(torch.int16).roll(2**15).view(torch.bfloat16)
     dtype = torch.bfloat16
     inputs = {

@@ -137,7 +137,7 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 
 def _greedy_case(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Arguments with equal logits and forbidden tokens; some rows have no finite largest logit, or only one logit."""
+    """Arguments with equal logits and forbidden tokens. Some rows have no finite largest logit, others only zeros."""
     noise = torch.Generator().manual_seed(vocab)
     logits = torch.randn(rows, vocab, generator=noise).bfloat16()
     logits[:, 3::7] = -torch.inf

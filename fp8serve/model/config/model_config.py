@@ -100,7 +100,7 @@ def computed_by(config: AnyConfig) -> ComputedBy:
     return "transformers" if isinstance(config, ModelConfig) and config.computed_by is not None else "fp8serve"
 
 
-def computed_by_note(config: ModelConfig) -> tuple[str, ...]:
+def computed_by_notes(config: ModelConfig) -> tuple[str, ...]:
     """Returns a note for the user if transformers computes the model, otherwise an empty tuple."""
     if config.computed_by is None:
         return ()

@@ -6,8 +6,8 @@
 Stacks of experts have the same suffixes: `mlp.experts._gate_up_proj_qdata` [E, N, K]. This module renames these tensors
 as in other projects: `P.weight` and `P.weight_scale`. `quant_type` in config.json determines how inputs are quantized:
 it holds a configuration class of torchao and its fields. torchao has only dynamic inputs. A scale per tensor is read as
-one per token, so that an output does not depend on other sequences of the batch. Limits on the inputs and
-configurations for single layers raise ModelError.
+one per token, so that an output does not depend on other sequences of the batch. Bounds that clamp the
+inputs (activation_value_lb, activation_value_ub) and different configurations for different layers raise ModelError.
 """
 
 import re

@@ -1,9 +1,10 @@
 """Writes a Hugging Face directory as a GGUF file for llama.cpp: weights, hyper-parameters, tokenizer, chat template.
 
-`_ARCHITECTURES` are supported, without sliding windows. Matrices are written as BF16, F16 or Q8_0, vectors and routers
-as FP32, and the experts of a layer as one stack, with one tensor in memory at a time. FP8 weights are dequantized. The
-file is read back before it gets its name. Its configuration must equal that of the directory, and its tokenizer must
-give the same tokens for texts that are hard to split.
+`_ARCHITECTURES` are supported, without sliding windows. Matrices are written as BF16, F16 or Q8_0, but as BF16 if their
+rows are not a multiple of 32 elements. Vectors and routers are written as FP32, and the experts of a layer as one
+stack, with one tensor in memory at a time. FP8 weights are dequantized. The file is read back before it gets its name.
+Its configuration must equal that of the directory, and its tokenizer must give the same tokens for texts that are hard
+to split.
 
 The tokenizer must be byte-level BPE whose pre-tokenizer is one of `tokenizer.FAMILIES`. As in llama.cpp's converter, a
 text that is hard to split shows which one it is. Other pre-tokenizers raise ModelError.
@@ -119,8 +120,8 @@ def _find_family(path: Path, raw: dict[str, Any], backend: tokenizers.Tokenizer)
     if model.get("type") == "BPE" and is_byte_level and backend.pre_tokenizer is not None:
         words = backend.pre_tokenizer.pre_tokenize_str(HARD_TEXT)
         for name, family in FAMILIES.items():
-            has_options = family.nfc == is_nfc and family.ignores_merges == bool(model.get("ignore_merges"))
-            if has_options and family.pre_tokenizer().pre_tokenize_str(HARD_TEXT) == words:
+            options_match = family.nfc == is_nfc and family.ignores_merges == bool(model.get("ignore_merges"))
+            if options_match and family.pre_tokenizer().pre_tokenize_str(HARD_TEXT) == words:
                 return name
     raise ModelError(f"{path}: the pre-tokenizer is none of those that can be written as GGUF ({', '.join(FAMILIES)}).")
 
@@ -252,8 +253,9 @@ def _tensors(checkpoint: Checkpoint, weight_type: WeightType) -> Iterator[tuple[
     """Yields (name in GGUF, shape, GGML type, function that loads it) for every tensor."""
     heads = {"q": checkpoint.config.num_heads, "k": checkpoint.config.num_kv_heads}
     layout = LAYOUTS[_ARCHITECTURES[checkpoint.config.model_type]]
-    stacks = Counter(_EXPERT.sub(r"\1{}\2", name) for name in checkpoint.shapes)  # {} is the index of an expert
-    for name, count in stacks.items():
+    # The experts of a layer share a name, in which {} is the index of the expert.
+    counts = Counter(_EXPERT.sub(r"\1{}\2", name) for name in checkpoint.shapes)
+    for name, count in counts.items():
         parts = [name.format(expert) for expert in range(count)]
         match = QK_PROJECTION.fullmatch(name) if layout.interleaved else None
         shape = checkpoint.shapes[parts[0]]

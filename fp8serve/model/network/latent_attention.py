@@ -50,7 +50,10 @@ class AbsorbedProjection(nn.Module):
 
 
 def multiply_per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns [T, heads, N] for x [T, heads, K] and weight [heads, N, K]. In BF16 on a CPU, rows are independent."""
+    """Returns [T, heads, N] for x [T, heads, K] and weight [heads, N, K].
+
+    In BF16 on a CPU, the result of a row does not depend on the number of rows.
+    """
     if not is_batch_invariant(x, weight):
         return torch.einsum("thk,hnk->thn", x, weight)
     heads = zip(x.unbind(1), weight.unbind(0), strict=True)
@@ -95,7 +98,7 @@ class LatentAttention(nn.Module):
 
     def add_output(self, x: Tensor, output: Tensor, transform: OutputTransform) -> Tensor:
         """Same as `decoder.Attention.add_output`."""
-        first, second = output.chunk(2, -1)  # in the order of rotary.py, each half starts with rotated elements
+        first, second = output.chunk(2, -1)  # each half of a head starts with half of its rotated elements (rotary.py)
         half = self.latent.rope // 2
         values = self.kv_b_proj.project_outputs(torch.cat((first[..., half:], second[..., half:]), -1).to(x.dtype))
         return add_projection(x, self._modules["o_proj"], values.flatten(1), transform)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ class Tokenizer:
         self._special_tokens = SpecialTokens(
             end=frozenset(t for t in ends if t), all=frozenset(t.content for t in added.values() if t.special) | named
         )
-        self._bytes_by_id: dict[int, bytes] = {}  # of `_stream_bytes`
+        self._bytes_by_id: dict[int, bytes] = {}  # a cache of `_stream_bytes`
         self._byte_ids = frozenset(i for t, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(t))
 
     @classmethod
@@ -174,29 +174,30 @@ class Tokenizer:
         return truncate_ids(ids, limit, self.special_ids)
 
     def encode_truncated(
-        self, text: str, tokens: int | None, add_special_tokens: bool = True
+        self, text: str, count: int | None, add_special_tokens: bool = True
     ) -> tuple[list[int], list[Span]]:
         """Returns the ids and the span [start, end) of `text` that each covers, (0, 0) for added special tokens.
 
-        The result has at least the first `tokens` ids, or all if the text is shorter or `tokens` is None. A tokenizer
-        needs about 200 bytes per character, so callers that truncate must not tokenize a whole book.
+        The result has all ids if the text is short or `count` is None, and otherwise the first `count` + 1, so that the
+        caller sees whether it must truncate. Of a long text only a prefix is tokenized, because the tokenizer needs
+        about 200 bytes of memory per character.
         """
         _check_unicode(text)
         with translate_library_errors(TokenizerError, _CANNOT_READ):
-            if tokens is None:
+            if count is None:
                 result = self._backend.encode(text, add_special_tokens=add_special_tokens)
             else:
-                result = self._encode_prefix(text, tokens, add_special_tokens)
-        is_truncated = tokens is not None and len(result.ids) >= tokens + _MARGIN_TOKENS
-        end = tokens + 1 if tokens is not None and is_truncated else None
+                result = self._encode_prefix(text, count, add_special_tokens)
+        is_truncated = count is not None and len(result.ids) >= count + _MARGIN_TOKENS
+        end = count + 1 if count is not None and is_truncated else None
         return result.ids[:end], result.offsets[:end]
 
-    def _encode_prefix(self, text: str, tokens: int, add_special_tokens: bool) -> tokenizers.Encoding:
-        """Encodes the text, or a prefix of at least `tokens` + _MARGIN_TOKENS tokens."""
-        chars = (tokens + _MARGIN_TOKENS) * _CHARS_PER_TOKEN
+    def _encode_prefix(self, text: str, count: int, add_special_tokens: bool) -> tokenizers.Encoding:
+        """Encodes the text, or a prefix of at least `count` + _MARGIN_TOKENS tokens."""
+        chars = (count + _MARGIN_TOKENS) * _CHARS_PER_TOKEN
         while chars < len(text):
             encoding = self._backend.encode(text[:chars], add_special_tokens=add_special_tokens)
-            if len(encoding.ids) >= tokens + _MARGIN_TOKENS:
+            if len(encoding.ids) >= count + _MARGIN_TOKENS:
                 return encoding
             chars *= 2
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
@@ -301,7 +302,7 @@ def missing_tokenizer_message(model_dir: Path) -> str:
 
 
 def truncated_lengths(lengths: Sequence[int], limit: int) -> list[int]:
-    """Returns the lengths to which one or two texts are truncated so that both have at most `limit` tokens.
+    """Returns the lengths to which one or two texts are truncated so that they have at most `limit` tokens together.
 
     The longer text is truncated first, as with "longest_first" in tokenizers.
     """

@@ -210,7 +210,9 @@ def _error_responses(path: str, operation: JsonObject, specific_codes: tuple[Cod
     codes_by_status: dict[str, list[str]] = {}
     for code in (*_common_codes(operation), *specific_codes):
         kind = KINDS[code]
-        codes_by_status.setdefault(str(kind.v1 if is_openai(path) else kind.native), []).append(code.value)
+        codes_by_status.setdefault(str(kind.v1_status if is_openai(path) else kind.native_status), []).append(
+            code.value
+        )
     content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=model)}}}
     return {
         status: {"description": ", ".join(dict.fromkeys(codes)), "content": content}

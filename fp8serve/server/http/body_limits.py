@@ -18,17 +18,17 @@ from fp8serve.server.http.scope import header, refuse, replay
 
 STREAMED_UPLOADS = frozenset({"/v1/files"})
 SHORT_BODY_BYTES = 64 << 10
-MAX_DISCARDED_BODIES = 8  # at most this many times `max_bytes` of a refused body are read and discarded
+DISCARD_FACTOR = 8  # of a refused body, at most this many times `max_bytes` are read and discarded
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 
 
 class BodyLimits:
-    """The middleware. `held_bytes` bounds the bytes of all long bodies together."""
+    """The middleware. `max_held_bytes` limits the bytes of all long bodies together."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, held_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, max_held_bytes: int) -> None:
         self.app = app
         self.max_bytes = max_bytes
-        self.held_bytes = held_bytes
+        self.max_held_bytes = max_held_bytes
         self.total_held = 0
         self.seconds = seconds
 
@@ -64,7 +64,7 @@ class BodyLimits:
 
     async def _discard_rest(self, scope: Scope, body_receiver: "_BodyReceiver") -> None:
         """Reads and discards the rest of a refused body, within the time limit for bodies."""
-        remaining = 0 if header(scope, b"expect") else MAX_DISCARDED_BODIES * self.max_bytes
+        remaining = 0 if header(scope, b"expect") else DISCARD_FACTOR * self.max_bytes
         with suppress(TimeoutError):
             async with asyncio.timeout(self.seconds):
                 while remaining > 0 and body_receiver.has_more:
@@ -110,7 +110,7 @@ class _HeldBody:
     def grow(self, size: int) -> None:
         """Counts a body of `size` bytes so far. Raises Fault 429 if all bodies together have too many bytes."""
         added = max(0, size - SHORT_BODY_BYTES) - self._bytes
-        if added and self._limits.total_held + added > self._limits.held_bytes:
+        if added and self._limits.total_held + added > self._limits.max_held_bytes:
             hint = "Try again in a moment."
             raise Fault(
                 Code.QUEUE_FULL,

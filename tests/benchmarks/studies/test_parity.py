@@ -15,7 +15,7 @@ from fp8serve.train.log_probs import log_probs
 from tests.engine.tiny import write_model, write_scales
 
 
-def test_equal_values_are_counted_and_the_worst_is_told(
+def test_equal_values_are_counted_and_the_largest_difference_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, started = write_model(tmp_path / "model", max_position_embeddings=1024), []

@@ -79,18 +79,18 @@ def test_every_method_a_directory_and_a_program_side_by_side(model: Path, tmp_pa
 def test_a_peer_that_fails_costs_no_other_row(model: Path, tmp_path: Path) -> None:
     stages: list[str] = []
 
-    def tell(what: str, completed: int, of: int) -> None:
+    def report(what: str, completed: int, of: int) -> None:
         stages.append(what)
 
     options = QualityOptions(methods=("static",), **SMALL | {"new": 0})  # type: ignore[arg-type]
     with pytest.raises(JobError, match="other"):
-        quality.study(model, tmp_path, replace(options, peers=("other=/no/such/program",)), tell)
+        quality.study(model, tmp_path, replace(options, peers=("other=/no/such/program",)), report)
     assert {*stages} == {"static: calibrate", "static"}
     stages.clear()
-    first = quality.study(model, tmp_path, options, tell)
+    first = quality.study(model, tmp_path, options, report)
     assert stages == []
     os.utime(tmp_path / "static" / "model.safetensors")
-    assert quality.study(model, tmp_path, options, tell)["rows"] == first["rows"]
+    assert quality.study(model, tmp_path, options, report)["rows"] == first["rows"]
     assert {*stages} == {"static"}  # measured again: it might have been another one
 
 

@@ -44,9 +44,6 @@ EXPORTED void emulator_be(int capability, int multiprocessors, int shared_bytes)
 
 EXPORTED void emulator_run_backwards(bool backwards) { settings.backwards = backwards; }
 
-// The order in which resident blocks run from now on; 0: in turn.
-EXPORTED void emulator_seed(unsigned seed) { settings.seed = seed; }
-
 // From now on a simulated kernel writes this memory before each kernel that is launched early.
 // ThreadSanitizer reports a kernel that accesses the memory without waiting for earlier kernels. If `at` is
 // null, no memory is written any more.

@@ -63,11 +63,11 @@ def test_live_answers_are_as_described(description: Any, method: str, path: str,
 
     @hypothesis.given(cases)
     @hypothesis.settings(max_examples=8, suppress_health_check=ANY)
-    def hold(case: Any) -> None:
+    def check_answer(case: Any) -> None:
         case.call_and_validate(checks=CHECKS, timeout=PATIENCE)
 
     try:
-        hold()
+        check_answer()
     except hypothesis.errors.Unsatisfiable:
         assert mode is GenerationMode.NEGATIVE  # nothing about the request can be broken
 
@@ -129,7 +129,7 @@ async def test_the_examples_of_the_description_are_accepted(
         assert answer.status_code in (200, 202), answer.text
 
 
-async def test_the_source_of_an_activation_is_described(start: Start) -> None:
+async def test_the_source_of_activate_requests_is_described(start: Start) -> None:
     async with start() as server:
         schemas = (await server.client.get("/openapi.json")).json()["components"]["schemas"]
         assert '"base"' in schemas["ActivateBody"]["properties"]["source"]["description"]
@@ -178,13 +178,13 @@ def follow_with(link: Any, created: StepOutput, mode: GenerationMode) -> None:
 
     @hypothesis.given(link.target.as_strategy(generation_mode=mode))
     @hypothesis.settings(max_examples=1, suppress_health_check=ANY)
-    def hold(case: Any) -> None:
+    def check_answer(case: Any) -> None:
         case.path_parameters = {**(case.path_parameters or {}), **places}
         if body and isinstance(case.body, dict):
             case.body |= body
         case.call_and_validate(checks=CHECKS, timeout=PATIENCE)
 
-    hold()
+    check_answer()
 
 
 @pytest.mark.hypothesis

@@ -8,9 +8,9 @@ import pytest
 from tests.patience import until
 from tests.server.console.browser import Browser
 from tests.server.console.canned import answer_with, chunk, token
+from tests.server.console.conftest import serving_echoes
 from tests.server.console.test_frame import ready, show_view
-from tests.server.fakes import model_dir
-from tests.server.process import Process, serving
+from tests.server.process import Process
 
 pytestmark = pytest.mark.browser
 IDLE = (
@@ -515,8 +515,7 @@ def test_a_conversation_becomes_training_data(browser: Browser, echoing: Process
 
 
 def test_a_server_that_dies_during_an_answer_loses_no_text(browser: Browser, tmp_path: Path) -> None:
-    options = {"model": str(model_dir(tmp_path / "echo")), "data_dir": str(tmp_path / "data"), "fake": True}
-    with serving(tmp_path / "log", **options, delay=0.25) as process:
+    with serving_echoes(tmp_path, delay=0.25) as process:
         ready(browser, process.url + "/#/chat")
         browser.fill("#prompt", "abc")
         browser.type("Enter")

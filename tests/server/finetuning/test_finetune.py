@@ -384,9 +384,9 @@ async def test_bad_rows_of_a_file_fail_the_request_here_and_the_job_at_openais(s
         assert answer.json()["error"].startswith("a.jsonl:2: `text`")
         report = (await server.client.post("/finetune/validate", json={"file_id": file_id})).json()
         assert [bad["message"].partition(": ")[0] for bad in report["bad_lines"]] == ["a.jsonl:2"]
-        beside = await server.client.post("/finetune", json={"data": [{"text": "x"}], "validation_file_id": file_id})
-        assert (beside.status_code, beside.json()["param"]) == (422, "validation_data")
-        assert beside.json()["error"].startswith("a.jsonl:2: `text`")
+        response = await server.client.post("/finetune", json={"data": [{"text": "x"}], "validation_file_id": file_id})
+        assert (response.status_code, response.json()["param"]) == (422, "validation_data")
+        assert response.json()["error"].startswith("a.jsonl:2: `text`")
         response = await server.client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id})
         assert response.status_code == 200
 

@@ -327,7 +327,9 @@ async def test_the_rest_of_a_refused_body_is_read_before_the_answer(
 ) -> None:
     """A connection that is closed with bytes unread is reset, and its client sees no answer."""
     client = Client(pieces, headers)
-    await BodyLimits(nothing, max_bytes=100, seconds=60, held_bytes=1 << 20)(client.scope, client.receive, client.send)
+    await BodyLimits(nothing, max_bytes=100, seconds=60, max_held_bytes=1 << 20)(
+        client.scope, client.receive, client.send
+    )
     assert client.events == [*["read"] * reads, "415" if b"content-encoding" in headers else "413", "sent"]
 
 
@@ -338,5 +340,5 @@ async def test_a_client_that_sends_slowly_gets_its_refusal_in_time() -> None:
     async def receive() -> Any:
         return await (first() if len(client.pieces) == 2 else asyncio.Event().wait())
 
-    await BodyLimits(nothing, max_bytes=100, seconds=0.05, held_bytes=1 << 20)(client.scope, receive, client.send)
+    await BodyLimits(nothing, max_bytes=100, seconds=0.05, max_held_bytes=1 << 20)(client.scope, receive, client.send)
     assert client.events == ["read", "413", "sent"]

@@ -113,7 +113,7 @@ def test_a_process_that_dies_of_a_tokenizer_is_the_requests_fault(number: int, m
         os.kill(pid, signal.SIGCONT)
         with pytest.raises(Fault, match=message) as caught:
             await job
-        assert KINDS[caught.value.code].v1 == 400
+        assert KINDS[caught.value.code].v1_status == 400
         assert (await process.perform(head, b"a", ALLOWED))[0]["prompts"][0]["count"] == 1
         await process.close()
 

@@ -8,7 +8,7 @@
 
 namespace fp8serve {
 
-constexpr int kMostInCluster = 8;
+constexpr int kMostInCluster = 8;  // blocks, on every chip that has clusters (Hopper and later)
 
 template <class... P, class... A>
 void launch_cooperative(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream,

@@ -73,10 +73,10 @@ inline void end_block(Block& block) {
 
 // Returns the blocks of the cluster to which `block` belongs.
 inline std::vector<Block*> cluster_of(const Block& block) {
-  std::vector<Block*> found;
+  std::vector<Block*> blocks;
   const unsigned first = block.place / machine.cluster * machine.cluster;
-  for (unsigned i = 0; i < machine.cluster; ++i) found.push_back(&machine.blocks[first + i]);
-  return found;
+  for (unsigned i = 0; i < machine.cluster; ++i) blocks.push_back(&machine.blocks[first + i]);
+  return blocks;
 }
 
 // Begins blocks from number `next` on in the first `most` places, while there is space for a whole cluster.

@@ -16,9 +16,9 @@ namespace emulator {
 inline MbarrierState& state_of(const Mbarrier* at) {
   races::reads(at, sizeof(Mbarrier));  // after its initialization
   const races::Unwatched bookkeeping;
-  const auto found = machine.block->mbarriers.find(at);
-  if (found == machine.block->mbarriers.end()) refuse("this mbarrier is not initialized");
-  return found->second;
+  const auto entry = machine.block->mbarriers.find(at);
+  if (entry == machine.block->mbarriers.end()) refuse("this mbarrier is not initialized");
+  return entry->second;
 }
 
 inline void land(MbarrierState& state) {
