@@ -387,8 +387,8 @@ def _path(text: str | None) -> Path | None:
 
 
 def prepare_for_serving(model: AnyModel, device: str) -> None:
-    """Makes the dynamic scales of a row independent of the other rows, and also its products on a CPU and with invariant
-    kernels on a GPU.
+    """Makes the dynamic scales of a row independent of the other rows. On a CPU, and with invariant kernels on a GPU,
+    it does the same with products.
 
     PyTorch's kernels choose the order of a product's sums by the number of rows. This project's kernels replace them.
     Linear layers that share an input are joined, an encoder's only on a CPU.

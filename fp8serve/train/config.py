@@ -195,6 +195,10 @@ def _check_compile(config: TrainConfig) -> None:
     for name in ("recompute", "fsdp"):
         if config.compile and getattr(config, name):
             raise JobError(f"compile needs layers that run once and have their weights; leave compile or {name} out.")
+    if config.compile and config.invariant:
+        raise JobError(
+            "Compiled layers may round differently than a server with invariant; leave compile or invariant out."
+        )
 
 
 def _check_return(config: TrainConfig) -> None:

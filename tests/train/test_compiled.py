@@ -142,7 +142,7 @@ def test_an_error_of_the_compiler_is_one_sentence(configure: Configure, monkeypa
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("option", ["recompute", "fsdp"])
+@pytest.mark.parametrize("option", ["recompute", "fsdp", "invariant"])
 def test_options_that_run_layers_otherwise_are_refused(configure: Configure, option: str) -> None:
     with pytest.raises(JobError, match=f"leave compile or {option} out"):
         configure(compile=True, **{option: True})
