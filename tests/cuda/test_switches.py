@@ -164,16 +164,23 @@ def results_with_and_without(kernels: Kernels, kernel: str, op: str, case: Case,
     return [[tensor.cpu() for tensor in tensors] for tensors in results]
 
 
+def assert_same_results(kernels: Kernels, kernel: str, op: str, case: Case, chip: tuple[int, int, int]) -> None:
+    for actual, expected in zip(*results_with_and_without(kernels, kernel, op, case, chip), strict=True):
+        assert_bits_equal(actual, expected)
+
+
+def id_of(value: str | Case) -> str:
+    return value.name if isinstance(value, Case) else value
+
+
 FUSED = [("gated", "stored_gated_mm"), ("rotary", "stored_rotary_mm")]
 
 
 @CHIPS
-@pytest.mark.parametrize(("kernel", "op", "case"), [(*one, case) for one in FUSED for case in cases(one[1])], ids=str)
+@pytest.mark.parametrize(("kernel", "op", "case"), [(*one, case) for one in FUSED for case in cases(one[1])], ids=id_of)
 def test_a_product_fused_with_what_follows_has_the_same_bits(switched: Kernels, kernel, op, case, chip) -> None:
     """Also compares counters and caches, which the ops update in place."""
-    found, expected = results_with_and_without(switched, kernel, op, case, chip)
-    for one, wanted in zip(found, expected, strict=True):
-        assert_bits_equal(one, wanted)
+    assert_same_results(switched, kernel, op, case, chip)
 
 
 @CHIPS
@@ -192,9 +199,7 @@ def test_rotary_in_the_epilogue_has_the_same_bits_for_every_number_of_tokens(
             rest[2][: 2 * dim] *= 2.0**120
             return a, *rest
 
-        found, expected = results_with_and_without(switched, "rotary", "stored_rotary_mm", Case("", make), chip)
-        for one, wanted in zip(found, expected, strict=True):
-            assert_bits_equal(one, wanted)
+        assert_same_results(switched, "rotary", "stored_rotary_mm", Case("", make), chip)
 
 
 STORED = ("stored_mm", "stored_gated_mm", "stored_rotary_mm")
@@ -202,13 +207,11 @@ STORED = ("stored_mm", "stored_gated_mm", "stored_rotary_mm")
 
 @CHIPS
 @pytest.mark.parametrize(
-    ("op", "case"), [(op, normed_case(case)) for op in STORED for case in cases(op)[::2]], ids=lambda x: str(x)[:60]
+    ("op", "case"), [(op, normed_case(case)) for op in STORED for case in cases(op)[::2]], ids=id_of
 )
 def test_a_product_that_casts_a_norm_has_the_same_bits(switched: Kernels, op, case, chip) -> None:
     """Also compares all counters, and the caches."""
-    found, expected = results_with_and_without(switched, "normed", op, case, chip)
-    for one, wanted in zip(found, expected, strict=True):
-        assert_bits_equal(one, wanted)
+    assert_same_results(switched, "normed", op, case, chip)
 
 
 @CHIPS
@@ -227,9 +230,7 @@ def test_a_norm_in_the_prologue_has_the_same_bits_for_every_size(switched: Kerne
 
     for tokens, unaligned in product(range(1, 6), (False, True)):
         case = Case("", partial(make, tokens, unaligned))
-        found, expected = results_with_and_without(switched, "normed", "stored_mm", case, chip)
-        for one, wanted in zip(found, expected, strict=True):
-            assert_bits_equal(one, wanted)
+        assert_same_results(switched, "normed", "stored_mm", case, chip)
 
 
 @pytest.mark.emulator
