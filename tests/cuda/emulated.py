@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fp8serve.fp8.ops import compiled_for
+from fp8serve.fp8.ops.libraries import OFF_BY_DEFAULT
 
 ROOT = Path(__file__).parents[2]
 HEADERS = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc/cuda").glob("*.h")]
@@ -111,13 +112,12 @@ class Emulator:
         for function in ("met", "launches", "launch_impatient"):
             getattr(self._library, f"emulator_{function}").restype = ctypes.c_char_p
         self._declared, self._kernels = shared_memory(library), functions(library)
-        self._off_by_default = self.ops.gemm_kernels(torch.zeros(1), "")
         for memory in self._declared.values():
             self._library.emulator_declare(*map(ctypes.c_size_t, memory))
 
     def restore_switches(self) -> None:
         """Switches off the kernels that are off by default, and all others on."""
-        self.ops.gemm_kernels(torch.zeros(1), self._off_by_default or "none")
+        self.ops.gemm_kernels(torch.zeros(1), OFF_BY_DEFAULT)
 
     def be(self, capability: int, multiprocessors: int, shared_bytes: int) -> None:
         """Emulates this chip; the default is an Ada with four multiprocessors."""

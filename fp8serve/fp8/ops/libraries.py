@@ -69,6 +69,8 @@ def cpu_kernels() -> dict[str, dict[str, str]]:
 
 INVARIANT_SWITCH = "by_rows"
 """Not a kernel: if it is off, the number of rows chooses no kernel (csrc/cuda/gemm_switches.h)."""
+OFF_BY_DEFAULT = "normed"
+"""The kernel that must be switched on to run (csrc/cuda/gemm_switches.h)."""
 
 
 def backends(device: str = "cpu") -> dict[str, str]:
@@ -101,4 +103,4 @@ def disabled_gemm_kernels() -> list[str]:
     if LIBRARIES["cuda"] is None or not torch.cuda.is_available():
         return []
     names = cast(str, torch.ops.fp8serve.gemm_kernels(torch.empty(1, device="cuda"), ""))
-    return [name for name in names.split("+") if name not in {"", "normed"}]  # "normed" is off by default
+    return [name for name in names.split("+") if name not in {"", OFF_BY_DEFAULT}]
