@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fp8serve.fp8.ops import compiled_for
@@ -59,6 +60,9 @@ class Build:
 
 
 PLAIN = Build("emulator", ["-O1"])
+THREAD_SANITIZER = ["-O1", "-g1", "-fsanitize=thread"]
+THREAD_SANITIZER_OPTIONS = "ignore_noninstrumented_modules=1 halt_on_error=1 die_after_fork=0 history_size=7"
+RACES = Build("emulator-races", THREAD_SANITIZER)
 
 
 def build(config: Build) -> Path:
@@ -227,3 +231,19 @@ def emulator() -> Emulator:
 
 def ops() -> Any:
     return emulator().ops
+
+
+@cache
+def thread_sanitizer() -> Path | None:
+    """Returns the path of ThreadSanitizer's runtime library, which must be preloaded into a process, or None."""
+    if COMPILER is None or shutil.which("setarch") is None:
+        return None
+    command = [COMPILER, "-print-file-name=libtsan.so"]
+    path = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    return path.resolve() if path.is_absolute() else None
+
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+needs_thread_sanitizer = pytest.mark.skipif(
+    thread_sanitizer() is None, reason="needs a C++ compiler with ThreadSanitizer, and setarch"
+)

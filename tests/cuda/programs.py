@@ -4,15 +4,9 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.cuda import emulated
-from tests.cuda.test_races import OPTIONS, RUNTIME
 
 RACE = 66  # ThreadSanitizer's exit status
-THREAD_SANITIZER = ["-O1", "-g1", "-fsanitize=thread"]
-needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
-needs_thread_sanitizer = pytest.mark.skipif(RUNTIME is None, reason="needs ThreadSanitizer, and setarch")
 
 
 class Program:
@@ -20,7 +14,7 @@ class Program:
         self.source = source
         sources = [source, emulated.EMULATOR / "settings.cpp", emulated.EMULATOR / "stack.cpp"]
         self._plain = emulated.Build(source.stem, ["-O1"], sources, is_program=True)
-        self._racing = emulated.Build(f"{source.stem}-races", THREAD_SANITIZER, sources, is_program=True)
+        self._racing = emulated.Build(f"{source.stem}-races", emulated.THREAD_SANITIZER, sources, is_program=True)
 
     def run(self, what: str | Path, seed: int = 0, backwards: bool = False) -> tuple[str, list[str]]:
         """Returns the results or the emulator's error, and the barriers and waits that were reached."""
@@ -36,7 +30,8 @@ class Program:
         The barrier or wait `left_out` orders nothing.
         """
         command = ["setarch", "-R", str(emulated.build(self._racing)), str(what), str(seed), "0", left_out]
-        process = subprocess.run(command, env={**os.environ, "TSAN_OPTIONS": OPTIONS}, capture_output=True, text=True)
+        settings = {**os.environ, "TSAN_OPTIONS": emulated.THREAD_SANITIZER_OPTIONS}
+        process = subprocess.run(command, env=settings, capture_output=True, text=True)
         assert process.returncode in (0, RACE), process.stdout + process.stderr
         return process.stderr if process.returncode else ""
 

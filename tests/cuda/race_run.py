@@ -32,7 +32,6 @@ from tests.cuda.test_attention import Paged
 from tests.cuda.test_gemm import operands
 from tests.cuda.test_sample import NEUTRAL, assert_drawn
 
-THREAD_SANITIZER = emulated.Build("emulator-races", ["-O1", "-g1", "-fsanitize=thread"])
 # Ops with small cases: for each of these words, the first case with the word in its name. A barrier is removed in the
 # first run that reaches it, so that run must need it: rows of one warp do not need the barriers of a block.
 WORDS: dict[str, tuple[str, ...]] = {
@@ -233,7 +232,7 @@ def detection(gpu: emulated.Emulator, kernels: Kernels, site: str, run: Callable
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    emulator = emulated.Emulator(Path(emulated.build(THREAD_SANITIZER)))
+    emulator = emulated.Emulator(Path(emulated.build(emulated.RACES)))
     emulator.be(*CHIP)
     kernels = Kernels(AfterOthers(emulator, STORED_WEIGHTS), "cpu")
     modes = {"barriers": barriers, "written-weights": written_weights}

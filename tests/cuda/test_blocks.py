@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 
 from tests.cuda import emulated
-from tests.cuda.programs import Program, needs_compiler, needs_thread_sanitizer
+from tests.cuda.emulated import needs_compiler, needs_thread_sanitizer
+from tests.cuda.programs import Program
 
 BLOCKS = Program(emulated.ROOT / "tests/cuda/blocks.cu")
 RESULTS = {

@@ -12,8 +12,8 @@ import torch
 
 from tests.cuda import emulated
 from tests.cuda.decode_program import Instruction, Model, Op, Program, make_program
+from tests.cuda.emulated import needs_compiler, needs_thread_sanitizer
 from tests.cuda.programs import Program as Executable
-from tests.cuda.programs import needs_compiler, needs_thread_sanitizer
 
 TINY = Model(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=32, inter=1040, vocab=48)
 LLAMA_1B = Model(layers=22, hidden=2048, heads=32, kv_heads=4, head_dim=64, inter=5632, vocab=32000)

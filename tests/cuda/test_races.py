@@ -5,10 +5,8 @@ race_run.py runs the kernels on the emulated GPU under ThreadSanitizer (emulator
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,32 +16,18 @@ SITE = re.compile(
     r"__syncthreads\(\)|__syncwarp\(\)|(copy|wgmma)_wait<[^>]+>\(\)|^ +(after_earlier_kernels|fence_async_proxy)\(\)"
     r"|^ +wgmma_(fence|commit)\(\)"
 )
-OPTIONS = "ignore_noninstrumented_modules=1 halt_on_error=1 die_after_fork=0 history_size=7"
 
 
-def thread_sanitizer() -> Path | None:
-    """Returns the path of ThreadSanitizer's runtime library, which must be preloaded into a process, or None."""
-    if emulated.COMPILER is None or shutil.which("setarch") is None:
-        return None
-    command = [emulated.COMPILER, "-print-file-name=libtsan.so"]
-    path = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
-    return path.resolve() if path.is_absolute() else None
-
-
-RUNTIME = thread_sanitizer()
-pytestmark = [
-    pytest.mark.emulator,
-    pytest.mark.skipif(RUNTIME is None, reason="needs a C++ compiler with ThreadSanitizer, and setarch"),
-]
+pytestmark = [pytest.mark.emulator, emulated.needs_thread_sanitizer]
 
 
 def run_mode(mode: str) -> str:
     """Runs race_run in one of its modes; returns its standard output. ThreadSanitizer needs `setarch -R`, which
     disables the randomization of addresses."""
-    emulated.build(race_run.THREAD_SANITIZER)  # before, since compilers do not run with the preloaded runtime
+    emulated.build(emulated.RACES)  # before, since compilers do not run with the preloaded runtime
     command = ["setarch", "-R", sys.executable, "-m", "tests.cuda.race_run", mode]
-    settings = {"LD_PRELOAD": str(RUNTIME), "TSAN_OPTIONS": OPTIONS}
-    done = subprocess.run(command, cwd=emulated.ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
+    sanitizer = {"LD_PRELOAD": str(emulated.thread_sanitizer()), "TSAN_OPTIONS": emulated.THREAD_SANITIZER_OPTIONS}
+    done = subprocess.run(command, cwd=emulated.ROOT, env={**os.environ, **sanitizer}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
