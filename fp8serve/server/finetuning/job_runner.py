@@ -251,9 +251,9 @@ class JobRunner:
         if self.is_closing or await asyncio.to_thread(self._pause_without_process, job):
             return
         self._process = process = await TrainingProcess.start(job.id, self.job_dir(job.id), self.command)
-        await self._follow(process)
+        has_result = await self._follow(process)
         self._process = None
-        await asyncio.to_thread(self._set_final_status, process)
+        await asyncio.to_thread(self._set_final_status, process, has_result)
         await self._notify()
 
     def _pause_without_process(self, job: Job) -> bool:
@@ -261,15 +261,21 @@ class JobRunner:
         is_pausing = self.store.get(job.id).pause_requested and not is_lock_held(self.job_dir(job.id) / "worker.lock")
         return is_pausing and self.store.set_status(job.id, "paused", "The job is paused.")
 
-    async def _follow(self, process: TrainingProcess) -> None:
-        """Stores the process's events until it ends, and stops it if the job is cancelled or paused."""
+    async def _follow(self, process: TrainingProcess) -> bool:
+        """Stores the process's events until it ends, and stops it if the job is cancelled or paused.
+
+        Returns whether the job has a result, all of whose events are stored. A process that an earlier server started,
+        and that waited to run, may write events and a result while this one's last events are stored; then the next
+        pass finds them.
+        """
         while True:
             has_ended = process.has_ended()
+            has_result = (process.directory / "result.json").exists()
             job, has_new_events = await asyncio.to_thread(self._store_events, process)
             if has_new_events:
                 await self._notify()
             if has_ended:
-                return
+                return has_result
             if job.cancel_requested or job.pause_requested:
                 await process.stop(CANCEL_SECONDS)
                 continue
@@ -286,12 +292,12 @@ class JobRunner:
             self.store.add_events(job, events, offset)
         return job, bool(events)
 
-    def _set_final_status(self, process: TrainingProcess) -> None:
+    def _set_final_status(self, process: TrainingProcess, has_result: bool) -> None:
         """Sets the status of the job whose training process has ended."""
         if process.exit_code == EXIT_LOCKED:
             return  # a process that an earlier server started holds the lock; the next pass follows that one
         job = self.store.get(process.job_id)
-        if (process.directory / "result.json").exists():
+        if has_result:
             self.store.set_status(job.id, "succeeded", "The job succeeded; its result can be activated.")
         elif job.cancel_requested:
             self.store.set_status(job.id, "cancelled", "The job was cancelled.")

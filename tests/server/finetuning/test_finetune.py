@@ -20,15 +20,16 @@ import pytest
 from hypothesis import strategies as st
 
 from fp8serve.errors import MachineError
-from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, read_events
+from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, JobRunner, TrainingProcess, read_events
 from fp8serve.server.http.uploads import RowBounds
 from fp8serve.server.schemas.finetune_bodies import JobBody
 from fp8serve.server.settings import ServerLimits
 from fp8serve.train.events import EventLog, message
 from fp8serve.train.scratch import write_random_model
 from tests.patience import PATIENCE, eventually
-from tests.server.conftest import Server, Start
-from tests.server.fakes import FakeEngine, Launcher
+from tests.server.conftest import STUB, Server, Start
+from tests.server.fakes import FakeEngine, Launcher, model_dir
+from tests.server.finetuning import killed_servers
 
 
 async def submit(server: Server, text: str = "hello", **more: Any) -> dict[str, Any]:
@@ -758,3 +759,22 @@ def test_a_server_that_is_killed_at_any_seam_loses_and_repeats_no_event(tmp_path
     process = subprocess.run(program, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) >= 6  # two starts, a move before the first and one at the end, a crash, and events
+
+
+async def test_events_of_a_process_that_ends_between_two_looks_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of an earlier server starts late, when this server's has died and its last events are stored."""
+    killed_servers.make_job(tmp_path, model_dir(tmp_path / "tiny"))
+    store_events, late = JobRunner._store_events, list[subprocess.CompletedProcess[bytes]]()
+
+    def store_events_then_run(runner: JobRunner, process: TrainingProcess) -> Any:
+        stored = store_events(runner, process)
+        if process.exit_code == -signal.SIGKILL and not late:
+            late.append(subprocess.run([*STUB, str(process.directory)], check=True))
+        return stored
+
+    monkeypatch.setattr(JobRunner, "_store_events", store_events_then_run)
+    await killed_servers.serve(tmp_path)
+    assert late
+    killed_servers.expect_whole(tmp_path, "")
