@@ -308,8 +308,8 @@ Tensor stored_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
 }
 
 // Returns whether the skinny kernel multiplies and can do more with the product than store it.
-bool takes_ending(const Gemm& g, const OnDevice& device) {
-  return g.m <= kEndingRows && !g.a_scale.inside() && !g.b_scale.inside() && skinny_is_first(g, device);
+bool can_fuse_output(const Gemm& g, const OnDevice& device) {
+  return g.m <= kFusedRows && !g.a_scale.inside() && !g.b_scale.inside() && skinny_is_first(g, device);
 }
 
 // stored_mm with the joined weights of gate and up, then the watched cast of silu(gate) * up: in one launch
@@ -336,7 +336,7 @@ Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, 
   const auto multiply = [&](Gemm g, const OnDevice& device, const Product& p) {
     g = with_stored(g, b);
     const std::optional<Normed> norm = input.norm_or_cast(g, device);
-    if (g.n % 16 == 0 && takes_ending(g, device) && gemm_switches.on(GemmKernel::gated)) {
+    if (g.n % 16 == 0 && can_fuse_output(g, device) && gemm_switches.on(GemmKernel::gated)) {
       const GatedCast to{data<uint8_t>(q), data<const float>(scale), out};
       gemm_skinny_gated(g, norm ? &*norm : nullptr, to, device);
       done = true;
@@ -383,7 +383,7 @@ Tensor stored_rotary_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale,
   const auto multiply = [&](Gemm g, const OnDevice& device, const Product& p) {
     g = with_stored(g, b);
     const std::optional<Normed> norm = input.norm_or_cast(g, device);
-    if (fits && takes_ending(g, device) && gemm_switches.on(GemmKernel::rotary)) {
+    if (fits && can_fuse_output(g, device) && gemm_switches.on(GemmKernel::rotary)) {
       Rotary r = to.rotary;
       r.q.count = static_cast<int>(heads);
       r.k.count = r.v.count = static_cast<int>(kv);

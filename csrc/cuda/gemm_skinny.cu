@@ -360,14 +360,14 @@ __device__ __forceinline__ void for_own_elements_inside(const Gemm& g, const Blo
   });
 }
 
-// The endings of a kernel. The threads of the first team call finish() with the block's sums. This one stores
-// them.
-struct StoreEnding {
+// What a kernel does with its output. The threads of the first team call finish() with the block's sums.
+// This one stores them.
+struct StoreOutput {
   using Arguments = NoArguments;
   __device__ __forceinline__ static BlockRows rows(const Gemm&, const NoArguments&) {
     return adjacent_rows();
   }
-  __device__ __forceinline__ StoreEnding(const Gemm&, const BlockRows&, const NoArguments&) {}
+  __device__ __forceinline__ StoreOutput(const Gemm&, const BlockRows&, const NoArguments&) {}
 
   template <int kGroups>
   __device__ __forceinline__ void finish(const Gemm& g, const BlockRows& rows,
@@ -397,13 +397,13 @@ __device__ __forceinline__ void for_own_pairs(const Gemm& g, const PerThread<kGr
 }
 
 // This one casts silu(gate) * up.
-struct GatedEnding {
+struct GatedOutput {
   using Arguments = GatedCast;
   const GatedCast& to;
   __device__ __forceinline__ static BlockRows rows(const Gemm& g, const GatedCast&) {
     return rows_of_gate_and_up(g);
   }
-  __device__ __forceinline__ GatedEnding(const Gemm&, const BlockRows&, const GatedCast& to) : to(to) {}
+  __device__ __forceinline__ GatedOutput(const Gemm&, const BlockRows&, const GatedCast& to) : to(to) {}
 
   template <int kGroups>
   __device__ __forceinline__ void finish(const Gemm& g, const BlockRows& rows,
@@ -425,14 +425,14 @@ struct GatedEnding {
 // This one rotates queries and keys, and writes keys and values to the caches. All rows of a block are of one
 // head.
 template <bool kFp8>
-class RotaryEnding {
+class RotaryOutput {
  public:
   using Arguments = Rotary;
   __device__ __forceinline__ static BlockRows rows(const Gemm&, const Rotary& r) {
     return rows_of_head(r.dim);
   }
   // Loads what the thread needs after its sum.
-  __device__ __forceinline__ RotaryEnding(const Gemm& g, const BlockRows& rows, const Rotary& r)
+  __device__ __forceinline__ RotaryOutput(const Gemm& g, const BlockRows& rows, const Rotary& r)
       : r_(r), head_(rows.first / r.dim) {
     const int token = static_cast<int>(threadIdx.x) / kRows, of = static_cast<int>(threadIdx.x) % kRows;
     if (token >= g.m) return;
@@ -477,10 +477,10 @@ class RotaryEnding {
   int64_t slot_ = -1;
 };
 
-template <Element kElement, int kGroups, bool kInside, class From, class Ending>
+template <Element kElement, int kGroups, bool kInside, class From, class Output>
 __device__ __forceinline__ void compute(const Gemm& g, const BlockRows& rows,
                                         Prefetcher<kGroups, From>& prefetcher, From from,
-                                        const Ending& ending) {
+                                        const Output& output) {
   __shared__ Sums<kGroups> sums;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int blocks = (g.k + kScaleBlock - 1) / kScaleBlock, stride = static_cast<int>(blockDim.x) / 32;
@@ -525,19 +525,19 @@ __device__ __forceinline__ void compute(const Gemm& g, const BlockRows& rows,
     __syncthreads();
     if (warp < kWarps) add_team<kGroups>(own_sums, sums);
   }
-  if (warp < kWarps) ending.template finish<kGroups>(g, rows, own_sums, end);
+  if (warp < kWarps) output.template finish<kGroups>(g, rows, own_sums, end);
 }
 
 template <Element kElement, int kGroups, bool kInside, class From = RawActivations,
-          class Ending = StoreEnding>
+          class Output = StoreOutput>
 __global__ void __launch_bounds__(kMostTeams* kThreads)
     gemm_stream(const __grid_constant__ Gemm g, const __grid_constant__ typename From::Arguments from,
-                const __grid_constant__ typename Ending::Arguments to) {
-  const BlockRows rows = Ending::rows(g, to);
+                const __grid_constant__ typename Output::Arguments to) {
+  const BlockRows rows = Output::rows(g, to);
   Prefetcher<kGroups, From> prefetcher(g, rows);
   prefetcher.prefetch_early();
   after_earlier_kernels();
-  compute<kElement, kGroups, kInside>(g, rows, prefetcher, From(g, from), Ending(g, rows, to));
+  compute<kElement, kGroups, kInside>(g, rows, prefetcher, From(g, from), Output(g, rows, to));
 }
 
 template <bool kInside>
@@ -551,7 +551,7 @@ __global__ void __launch_bounds__(kMostTeams* kThreads) grouped_stream(const __g
   Prefetcher<kGroupsOfExpert, RawActivations> prefetcher(g, rows);
   const NoArguments none;
   compute<Element::e4m3, kGroupsOfExpert, kInside>(g, rows, prefetcher, RawActivations(g, none),
-                                                   StoreEnding(g, rows, none));
+                                                   StoreOutput(g, rows, none));
 }
 
 // Returns the threads of a block: two teams if there are fewer than three blocks per multiprocessor, K is
@@ -574,10 +574,10 @@ int shared_bytes_for(const Gemm& g, const OnDevice& device) {
 }
 
 template <Element kElement, int kGroups, bool kInside, class From = RawActivations,
-          class Ending = StoreEnding>
+          class Output = StoreOutput>
 void launch_stream(const Gemm& g, const OnDevice& device, const typename From::Arguments& from = {},
-                   const typename Ending::Arguments& to = {}) {
-  launch_early(gemm_stream<kElement, kGroups, kInside, From, Ending>, blocks_for(g), threads_for(g, device),
+                   const typename Output::Arguments& to = {}) {
+  launch_early(gemm_stream<kElement, kGroups, kInside, From, Output>, blocks_for(g), threads_for(g, device),
                shared_bytes_for<kGroups, From>(g, device), device.stream(), g, from, to);
 }
 
@@ -591,14 +591,14 @@ void launch_for_rows(const Gemm& g, const OnDevice& device, const typename From:
 }
 
 // Launches a kernel that may cast a norm and that does not just store the product.
-template <class Ending>
+template <class Output>
 void launch_fused(const Gemm& g, const OnDevice& device, const Normed* norm,
-                  const typename Ending::Arguments& to) {
+                  const typename Output::Arguments& to) {
   if (norm != nullptr) {
-    return launch_stream<Element::e4m3, 1, false, NormedActivations, Ending>(g, device, *norm, to);
+    return launch_stream<Element::e4m3, 1, false, NormedActivations, Output>(g, device, *norm, to);
   }
-  if (g.m <= 8) return launch_stream<Element::e4m3, 1, false, RawActivations, Ending>(g, device, {}, to);
-  launch_stream<Element::e4m3, 2, false, RawActivations, Ending>(g, device, {}, to);
+  if (g.m <= 8) return launch_stream<Element::e4m3, 1, false, RawActivations, Output>(g, device, {}, to);
+  launch_stream<Element::e4m3, 2, false, RawActivations, Output>(g, device, {}, to);
 }
 
 }  // namespace
@@ -625,13 +625,13 @@ void gemm_skinny_normed(const Gemm& g, const Normed& norm, const OnDevice& devic
 }
 
 void gemm_skinny_gated(const Gemm& g, const Normed* norm, const GatedCast& to, const OnDevice& device) {
-  launch_fused<GatedEnding>(g, device, norm, to);
+  launch_fused<GatedOutput>(g, device, norm, to);
 }
 
 void gemm_skinny_rotary(const Gemm& g, const Normed* norm, const Rotary& r, bool fp8,
                         const OnDevice& device) {
-  fp8 ? launch_fused<RotaryEnding<true>>(g, device, norm, r)
-      : launch_fused<RotaryEnding<false>>(g, device, norm, r);
+  fp8 ? launch_fused<RotaryOutput<true>>(g, device, norm, r)
+      : launch_fused<RotaryOutput<false>>(g, device, norm, r);
 }
 
 void grouped_skinny(const Grouped& g, const OnDevice& device) {

@@ -42,8 +42,8 @@ bool skinny_takes_norm(const Gemm& g, const OnDevice& device);
 // Multiplies the cast norm instead of g.a.
 void gemm_skinny_normed(const Gemm& g, const Normed& norm, const OnDevice& device);
 
-// The products below have at most kEndingRows rows and multiply g.a, or a cast norm if `norm` is not null.
-constexpr int kEndingRows = 16;
+// The products below have at most kFusedRows rows and multiply g.a, or a cast norm if `norm` is not null.
+constexpr int kFusedRows = 16;
 
 // Writes `to` instead of g.out; gate and up are rounded to BF16. n is a multiple of 16.
 void gemm_skinny_gated(const Gemm& g, const Normed* norm, const GatedCast& to, const OnDevice& device);

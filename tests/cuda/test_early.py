@@ -75,7 +75,7 @@ def test_kernels_wait_first() -> None:
     assert len(code_by_kernel) > 20
     assert {name: code.split(";\n  ") for name, code in code_by_kernel.items() if code} == {
         "gemm_skinny.cu: gemm_stream": [
-            "const BlockRows rows = Ending::rows(g, to)",
+            "const BlockRows rows = Output::rows(g, to)",
             "Prefetcher<kGroups, From> prefetcher(g, rows)",
             "prefetcher.prefetch_early();",
         ]
