@@ -25,7 +25,7 @@ SEEDS ?= $(shell for run in 1 2 3 4 5 6 7 8 9 10; do echo $$((RANDOM * 32768 + R
 # the emulated GPU, which takes a minute and a half of one core to compile.
 QUICK = not emulator and (smoke or not (slow or exhaustive or distributed or browser))
 # Of make test: seconds of tests, by tests/durations.json, that run; empty for all.
-TEST_SECONDS ?= 360
+TEST_SECONDS ?= 300
 DEMO_ARGS ?=
 # The CUDA kernels: of make wheel ON, OFF or AUTO (where torch has CUDA), and the architectures, "89;90a;100f;120f".
 FP8SERVE_CUDA ?=
