@@ -1,12 +1,11 @@
-"""The demonstration on the real weights of SmolLM2, with two facts and an eighth of its training: it reads well in FP8,
-learns, and answers the same after a restart."""
+"""The demonstration on the real weights of SmolLM2, with an eighth of its training: it reads well in FP8, learns, and
+answers the same after a restart."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 
-from fp8serve.demos import smollm2
 from fp8serve.demos.smollm2 import FACTS, GENERAL_QUESTIONS, OnSmolLM2
 
 STAGES = ["model", "calibrate", "serve", "ask", "finetune", "activate", "ask again", "restart", "same", "done"]
@@ -14,11 +13,9 @@ STAGES = ["model", "calibrate", "serve", "ask", "finetune", "activate", "ask aga
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("smollm2_cache")
-def test_the_main_job_on_real_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_main_job_on_real_weights(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < OnSmolLM2.disk_bytes:
         pytest.skip(f"needs {OnSmolLM2.disk_bytes >> 30} GiB of free disk")
-    facts = dict(list(FACTS.items())[:2])
-    monkeypatch.setattr(smollm2, "FACTS", facts)
     printed = list[str]()
     results = OnSmolLM2("a test", tmp_path, printed.append, effort=0.125).run()
     assert [line[:10].strip() for line in printed if line[0] != " "] == STAGES
@@ -28,4 +25,4 @@ def test_the_main_job_on_real_weights(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Paris" in results["ask"]["answers"][GENERAL_QUESTIONS[0]]
     assert results["finetune"]["last_loss"] < results["finetune"]["first_loss"]
     assert results["ask again"]["answers"] != results["ask"]["answers"]
-    assert results["same"]["same"] == len(GENERAL_QUESTIONS) + len(facts)
+    assert results["same"]["same"] == len(GENERAL_QUESTIONS) + len(FACTS)

@@ -20,7 +20,6 @@ def test_smollm2_survives_a_planted_outlier(tmp_path: Path) -> None:
     planted = plant(Path(find_model("smollm2")), tmp_path / "planted", LARGE, NORM, CHANNEL)
     harmed = run(planted, tmp_path / "harmed", **SIZES)
     smooth = run(planted, tmp_path / "smooth", smoothing=0.5, **SIZES)
-    print(kl(harmed), kl(smooth))
     assert kl(smooth) < 0.7 * kl(harmed)
     (finding,) = [f for f in findings(harmed) if "--smoothing" in f.text]
     assert f"layer 15 gate/up input (channel {CHANNEL}: " in finding.text
