@@ -15,8 +15,9 @@ endif
 # Without .pyc files every process of a test compiles what it imports, and pytest rewrites every assertion, again.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
-# Tests run in one process per processor: each takes its share of the list, and from the others' when it is done.
-TEST_WORKERS ?= logical
+# Tests run in three processes per two processors, since a third of their time they wait for other processes and disks.
+# Each takes its share of the list, and from the others' when it is done.
+TEST_WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) * 3 / 2)))
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist worksteal
 # Of make test-random: a seed that failed, to draw its examples again.
 SEEDS ?= $(shell for run in 1 2 3 4 5 6 7 8 9 10; do echo $$((RANDOM * 32768 + RANDOM)); done)
@@ -24,7 +25,7 @@ SEEDS ?= $(shell for run in 1 2 3 4 5 6 7 8 9 10; do echo $$((RANDOM * 32768 + R
 # the emulated GPU, which takes a minute and a half of one core to compile.
 QUICK = not emulator and (smoke or not (slow or exhaustive or distributed or browser))
 # Of make test: seconds of tests, by tests/durations.json, that run; empty for all.
-TEST_SECONDS ?= 360
+TEST_SECONDS ?= 300
 DEMO_ARGS ?=
 # The CUDA kernels: of make wheel ON, OFF or AUTO (where torch has CUDA), and the architectures, "89;90a;100f;120f".
 FP8SERVE_CUDA ?=

@@ -1,4 +1,4 @@
-"""The demonstration on the real weights of SmolLM2, with half of its training: it reads well in FP8, learns, and
+"""The demonstration on the real weights of SmolLM2, with an eighth of its training: it reads well in FP8, learns, and
 answers the same after a restart."""
 
 import shutil
@@ -17,10 +17,10 @@ def test_the_main_job_on_real_weights(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < OnSmolLM2.disk_bytes:
         pytest.skip(f"needs {OnSmolLM2.disk_bytes >> 30} GiB of free disk")
     printed = list[str]()
-    results = OnSmolLM2("a test", tmp_path, printed.append, effort=0.5).run()
+    results = OnSmolLM2("a test", tmp_path, printed.append, effort=0.125).run()
     assert [line[:10].strip() for line in printed if line[0] != " "] == STAGES
     calibrated = results["calibrate"]
-    assert calibrated["perplexity_fp8"] == pytest.approx(calibrated["perplexity_bf16"], rel=0.2)  # of 32 samples
+    assert calibrated["perplexity_fp8"] == pytest.approx(calibrated["perplexity_bf16"], rel=0.2)  # of 8 samples
     assert 0 < calibrated["kl_divergence"] < 0.1
     assert "Paris" in results["ask"]["answers"][GENERAL_QUESTIONS[0]]
     assert results["finetune"]["last_loss"] < results["finetune"]["first_loss"]

@@ -69,6 +69,7 @@ def spoil(model: Path, change: Callable[[Tensors], Tensors]) -> None:
         (model / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize(("change", "message"), DAMAGES)
 @pytest.mark.parametrize("command", ["generate", "calibrate", "serve"])
 def test_a_missing_part_of_an_expert_is_named(

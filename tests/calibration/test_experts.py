@@ -70,6 +70,7 @@ def test_tokens_are_counted(qwen: Path, tmp_path: Path) -> None:
     assert read_report(tmp_path / "out").experts == report.experts
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("format_", ["compressed-tensors", "fp8", "modelopt"])
 @pytest.mark.parametrize("kind", ["qwen", "mixtral"])
 def test_written_scales_are_read_back(kind: str, format_: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:

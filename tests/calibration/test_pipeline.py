@@ -119,6 +119,7 @@ def test_only_stored_scales_of_weights_can_be_shared(model_dir: Path, tmp_path: 
         run(model_dir, tmp_path / "out", recipe=recipe, share_scales=True)
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize(
     "recipe",
     [

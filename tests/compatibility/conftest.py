@@ -36,7 +36,10 @@ def calibrated(model_of: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> 
     def get(name: str) -> Path:
         if name not in cache:
             cache[name] = tmp_path_factory.mktemp("out") / name
-            recipe, sizes = DelayedScaling(amax_history_len=4), {"samples": 4, "seq_len": 48, "batch_size": 4}
+            recipe, sizes = (
+                DelayedScaling(amax_history_len=4),
+                {"samples": 4, "seq_len": 48, "batch_size": 4, "generated_samples": 0},
+            )
             calibrate(model_of(name)[0], out=cache[name], recipe=recipe, kv_cache=True, all_experts=True, **sizes)
         return cache[name]
 

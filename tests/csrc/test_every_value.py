@@ -22,6 +22,7 @@ def no_progress(what: str, completed: int, total: int) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.pairwise(strength=1)  # the next test has all pairs
 @pytest.mark.parametrize("probe", casts.PROBES)
 def test_every_kernel_casts_2_24_values_like_the_reference(level, values, probe):
     findings = casts.compare(

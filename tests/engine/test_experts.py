@@ -56,6 +56,7 @@ def packed(engine: Engine) -> bool:
     return all(m.is_packed for name, m in model.named_modules() if isinstance(m, FrozenLinear) and ".experts." in name)
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", list(MODES))
 def test_grouped_experts_equal_experts_called_one_by_one(

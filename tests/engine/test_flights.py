@@ -120,6 +120,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 POOLS: dict[str, dict[str, Any]] = {"roomy": {}, "preempting": {"block_size": 4, "num_blocks": 24}}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("pool", list(POOLS))
 @pytest.mark.parametrize("sampling", list(SAMPLING))

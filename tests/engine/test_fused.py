@@ -154,6 +154,7 @@ def disable_row_pruning(runner: Runner) -> None:
     runner.model.forward = all_rows  # type: ignore[method-assign]
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_skipping_rows_in_the_last_layer_changes_no_bit(tmp_path: Path, mode: str, model_type: str) -> None:

@@ -48,6 +48,7 @@ def state_dict_of(path: Path, recipe: Any = "stored") -> State:
     return load_servable(path, recipe).state_dict()
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("packs", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral", "qwen3_moe"])
 def test_loaded_weights_give_the_bits_of_a_new_engine(

@@ -155,6 +155,7 @@ def test_the_log_reports_when_layers_begin_and_stop_drifting(tmp_path: Path, cap
     assert (engine.stats()["layers_drifting"], any(r["drifts"] for r in engine.scales())) == (0, False)
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("margin", [0, 1])
 def test_rolled_scales_equal_those_of_delayed_scaling(kind: str, margin: int, tmp_path: Path) -> None:

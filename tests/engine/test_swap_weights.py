@@ -21,6 +21,7 @@ from .tiny import write_model, write_scales
 __all__ = ["models"]  # a fixture
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("packs", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral"])
 def test_swapped_weights_give_the_bits_of_a_new_engine_and_can_be_swapped_back(

@@ -241,6 +241,7 @@ def test_the_table_of_the_documentation_equals_the_tested_one() -> None:
     assert {(format_, recipe): reads for format_, recipe, reads in rows} == READERS
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 40_000])
 @pytest.mark.parametrize(("format_", "recipe"), READERS)
 def test_a_reader_of_every_safetensors_takes_the_weights_only(

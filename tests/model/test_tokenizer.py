@@ -85,6 +85,7 @@ def test_chat_equals_transformers(name: str, tmp_path: Path) -> None:
             assert ours.encode_chat(messages, add_generation_prompt=prompt) == ids
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("text", ["Well", "Well, ", " Well,\n", "a"])
 @pytest.mark.parametrize("name", ["plain", "llama-2", "loop-controls", "macro", "generation"])
 def test_continuing_the_last_message_equals_transformers(name: str, text: str, tmp_path: Path) -> None:

@@ -224,6 +224,7 @@ def test_an_unknown_tensor_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("name", ["gpt_neox", "starcoder2", "opt", "gpt2", "olmoe", "ernie4_5_moe"])
 @pytest.mark.parametrize("recipe", ["bf16", "current", "block"])
 def test_an_answer_does_not_depend_on_its_neighbours(name: str, recipe: str, tmp_path: Path) -> None:

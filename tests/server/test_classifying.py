@@ -54,6 +54,7 @@ def test_clients_get_the_scores_of_the_head(served: tuple[Process, Path]) -> Non
         assert "scores 3 labels and no relevance" in scores.json()["error"]["message"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("route", "body", "words"),
     [

@@ -80,6 +80,7 @@ def refusal(home: Path, draft: Path) -> str:
     return process.stderr
 
 
+@pytest.mark.smoke
 def test_a_wrong_draft_model_is_refused_before_weights_are_loaded(home: Path, tmp_path: Path) -> None:
     tokenizer_file = write_model(tmp_path / "other-vocabulary") / "tokenizer.json"
     tokenizer_file.write_text(tokenizer_file.read_text().replace('"</s>"', '"<end>"'))

@@ -16,6 +16,7 @@ DOCUMENTS = ["some text", "a b", "", "long " * 2000]
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.smoke
 def test_a_decoder_embeds(tmp_path: Path) -> None:
     folder = embedding(tmp_path / "tiny")
     with serving(tmp_path / "log", model=str(folder), data_dir=str(tmp_path / "data"), recipe="rowwise") as server:

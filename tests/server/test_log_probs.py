@@ -103,6 +103,7 @@ def test_info_says_for_which_models_log_probabilities_differ(server: Process) ->
     assert "FP8 cache" in reasons["delayed-fp8"][0]
 
 
+@pytest.mark.smoke
 def test_usage_says_how_much_of_prompts_the_cache_held(server: Process) -> None:
     """Each prompt counts once, whatever its number of answers."""
     rng = random.Random(1)

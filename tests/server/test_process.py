@@ -61,6 +61,7 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
         assert process.stop() == 0, process.log.read_text()
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/completions"])
 def test_a_disconnect_ends_the_generation(gated: Process, path: str, how: str) -> None:
@@ -244,6 +245,7 @@ def test_the_drain_has_a_deadline(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("to_all", [True, False])
 def test_a_stop_while_the_model_loads_is_no_failure(tmp_path: Path, number: int, to_all: bool) -> None:

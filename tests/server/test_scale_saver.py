@@ -72,6 +72,7 @@ def check_same(engine: Engine, out: Path, tmp_path: Path) -> None:
         assert torch.equal(going_on.tensors[key].amax_history, entry.amax_history), key  # type: ignore[arg-type]
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("with_histories", [True, False])
 def test_an_fp8_directory_is_saved_as_it_is_served(

@@ -130,6 +130,7 @@ def test_openais_client_finds_and_uses_all_of_them(client: openai.OpenAI) -> Non
         client.embeddings.create(model="two", input="Why?")
 
 
+@pytest.mark.smoke
 def test_each_model_has_its_own_tokens_and_limits(server: Process) -> None:
     lengths = {}
     for name in ("one", "two", "three"):

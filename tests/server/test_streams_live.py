@@ -111,6 +111,7 @@ async def test_many_streams_at_once_have_the_text_of_whole_answers(server: Proce
         assert (choice["finish_reason"] == "stop") is (number % 2 == 1)
 
 
+@pytest.mark.smoke
 async def test_choices_and_log_probabilities_are_those_of_one_answer(server: Process) -> None:
     body = body_of(0, n=3, logprobs=2, seed=7, temperature=1.0)
     streamed, answer = await stream(server, body), whole(server, body)

@@ -37,7 +37,7 @@ from fp8serve.train.group import run_group
 from tests.train.spoiled import spoil
 
 LIMIT = 500
-MOST_KILLS = 4  # of a group, because starting one takes long
+MOST_KILLS = 2  # of a group, because starting one takes long
 
 
 def child(job: Path, prepare: Callable[[], None] = lambda: None) -> int:

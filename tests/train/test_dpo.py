@@ -114,6 +114,7 @@ def run(config: TrainConfig) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     return of_type(events, "metrics"), load_file(method_file) if method_file.exists() else {}
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("rank", [None, 4], ids=["full", "lora"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block", "bf16"])
 def test_the_chosen_completion_becomes_more_probable(

@@ -52,6 +52,7 @@ def served(model: str | None, rows: Sequence[Row], **options: Any) -> Tensor:
     return torch.cat([values[torch.from_numpy(row.loss[1:])] for values, row in zip(logprobs, rows, strict=True)])
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [

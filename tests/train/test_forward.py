@@ -187,6 +187,7 @@ def test_a_forward_without_recipe_ignores_an_outer_autocast(model_dir: Path) -> 
     assert torch.equal(plain, inside)
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("recipe", [SHORT, *map(from_name, ("current", "rowwise", "block", "mxfp8"))], ids=str)
 def test_sharing_casts_changes_no_bit(model_dir: Path, recipe: Recipe, recompute: bool) -> None:

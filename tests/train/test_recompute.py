@@ -52,6 +52,7 @@ def test_recompute_changes_no_bit_of_an_adapter_with_dropout(
     assert same_checkpoint_with_recompute(configure, tmp_path, model=str(fp8_dir), max_steps=3, **options)
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "deepseek_v3", "gemma2", "phi3"])
 def test_recompute_changes_no_gradient_in_any_family(tmp_path: Path, family: str, recipe: str) -> None:

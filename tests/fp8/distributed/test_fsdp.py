@@ -133,6 +133,7 @@ def steps_with_data(model: nn.Module, context: Callable[[], autocast]) -> list[A
     return data_of_steps
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", PER_TENSOR)
 def test_gathered_weights_are_those_of_one_process(world: int, name: str) -> None:

@@ -148,6 +148,7 @@ def accumulating(rank: int, recipe: Recipe) -> Any:
     return calls, equal_to_whole(model, recipe)
 
 
+@pytest.mark.smoke
 def test_later_microbatches_compute_no_amax() -> None:
     """With current scaling, quantizing the weights takes one collective for their amaxes."""
     for calls, is_current in on_ranks(2, accumulating, RECIPES["current"]):

@@ -201,6 +201,7 @@ def train_parallel(rank: int, name: str, recompute: bool = False) -> Any:
     return train(model, RECIPES[name], group, rank, dist.get_world_size(), recompute)
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", PER_TENSOR)
 def test_a_run_has_the_losses_and_scales_of_one_process(world: int, name: str) -> None:

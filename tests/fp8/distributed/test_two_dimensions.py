@@ -86,8 +86,9 @@ def on_a_mesh(rank: int, name: str, sequence_parallel: bool) -> Any:
     return row, losses, scales, all(in_fp8) and len(in_fp8) == 4 * STEPS
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["delayed", "current"])
+@pytest.mark.parametrize("name", [pytest.param("delayed", marks=pytest.mark.smoke), "current"])
 def test_two_by_two_ranks_have_the_results_of_one_process(name: str, sequence_parallel: bool) -> None:
     losses, scales = alone(RECIPES[name])
     for row, actual_losses, actual_scales, in_fp8 in on_ranks(4, on_a_mesh, name, sequence_parallel):

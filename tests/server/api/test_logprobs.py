@@ -43,6 +43,7 @@ async def test_bytes_add_up_to_the_text(start: Start, text: str) -> None:
         assert not any("\ufffd" in entry["token"] for entry in content)
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("stop", [None, "☕", " ☕ 日", "aï", "b"])
 async def test_offsets_are_places_in_the_returned_text(start: Start, text: str, stop: str | None) -> None:
@@ -119,6 +120,7 @@ def test_the_token_that_ends_the_text_has_no_bytes() -> None:
     assert [entry["bytes"] for entry in chat_logprobs(tokens, tokenizer)["content"]] == [[65], None]
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("stop", [None, "☕", "b"])
 async def test_an_echoed_prompt_comes_before_the_answer(start: Start, text: str, stop: str | None) -> None:

@@ -38,6 +38,7 @@ async def test_details_list_every_token_and_the_finish_reason(start: Start) -> N
         assert {top["logprob"] for tops in details["top_tokens"] for top in tops} == {-9999.0}
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("text", ["abc", "naïve café ☕ 日本語", "😀"])
 @pytest.mark.parametrize("route", ["/generate_stream", "/generate", "/"])
 async def test_streamed_pieces_add_up_to_the_whole(start: Start, text: str, route: str) -> None:

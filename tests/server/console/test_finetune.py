@@ -173,6 +173,7 @@ def test_a_server_that_refuses_jobs_offers_no_start(browser: Browser, scaled: Pr
     browser.complaints()
 
 
+@pytest.mark.smoke
 def test_a_server_that_runs_jobs_offers_a_start(browser: Browser, server: Process) -> None:
     assert server.client.get("/info").json()["training_refused"] is None
     ready(browser, server.url + "/#/finetune")

@@ -76,6 +76,7 @@ def test_drafts_that_were_accepted_are_shown_by_model(browser: Browser, drafting
     assert browser.complaints() == []
 
 
+@pytest.mark.smoke
 def test_a_server_without_drafts_shows_none(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/requests")
     browser.until("document.querySelectorAll('#tiles li').length === 6")

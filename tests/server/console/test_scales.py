@@ -40,6 +40,7 @@ def test_live_scales_have_a_map_a_detail_and_a_history(browser: Browser, scaled:
     assert browser.complaints() == []
 
 
+@pytest.mark.smoke
 def test_scales_that_follow_every_input_are_said_to(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/scales")
     browser.until("document.getElementById('verdict').textContent.startsWith('These scales follow every input')")

@@ -157,6 +157,7 @@ def test_rows_of_the_ranks_are_those_of_fsdp(length: int, size: int) -> None:
         assert list(range(*rows_of(length, rank, size))) == parts[rank].tolist()
 
 
+@pytest.mark.smoke
 def test_a_file_written_from_parts_has_the_same_bytes(tmp_path: Path) -> None:
     dtypes = (torch.float32, torch.uint8, torch.bfloat16, torch.int64, torch.float64, torch.int32, torch.float16)
     whole = {f"b.{dtype}"[2:]: torch.arange(12).reshape(4, 3).to(dtype) for dtype in dtypes}

@@ -21,15 +21,18 @@ pytestmark = pytest.mark.distributed
 
 CASES: dict[str, dict[str, Any]] = {
     "delayed": {},
-    "delayed, masters in the optimizer": {"master_weights": "optimizer"},
-    "most recent, in FP8 attention": {"recipe_options": {"amax_compute_algo": "most_recent", "fp8_dpa": True}},
-    "dgrad in high precision": {"recipe_options": {"override_linear_precision": [False, True, False]}},
-    "current": {"recipe": "current"},
+    "delayed, masters in the optimizer, recomputed": {"master_weights": "optimizer", "recompute": True},
+    "most recent, in FP8 attention, dgrad in high precision": {
+        "recipe_options": {
+            "amax_compute_algo": "most_recent",
+            "fp8_dpa": True,
+            "override_linear_precision": [False, True, False],
+        }
+    },
+    "current, one microbatch each": {"recipe": "current", "accumulate": 2},
     "rowwise, masters in the optimizer": {"recipe": "rowwise", "master_weights": "optimizer"},
     "block": {"recipe": "block"},
-    "recomputed": {"recompute": True},
     "bf16, clipped": {"clip": 0.01, "recipe": "bf16"},
-    "one microbatch each": {"accumulate": 2},
 }
 
 
