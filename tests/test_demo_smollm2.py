@@ -22,7 +22,6 @@ def test_the_main_job_on_real_weights(tmp_path: Path) -> None:
     calibrated = results["calibrate"]
     assert calibrated["perplexity_fp8"] == pytest.approx(calibrated["perplexity_bf16"], rel=0.2)  # of 8 samples
     assert 0 < calibrated["kl_divergence"] < 0.1
-    assert "Paris" in results["ask"]["answers"][GENERAL_QUESTIONS[0]]
     assert results["finetune"]["last_loss"] < results["finetune"]["first_loss"]
     assert results["ask again"]["answers"] != results["ask"]["answers"]
     assert results["same"]["same"] == len(GENERAL_QUESTIONS) + len(FACTS)
