@@ -10,8 +10,7 @@ from fp8serve.fp8.attention import causal_attention
 from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.model_config import AnyConfig, ModelConfig
 from fp8serve.model.network.decoder import Decoder, make_attend
-from fp8serve.model.network.encoder import Encoder
-from fp8serve.model.network.modern_encoder import encoder_class
+from fp8serve.model.network.encoder import Encoder, encoder_class
 
 if TYPE_CHECKING:
     from fp8serve.model.transformers_backend.network import TransformersModel

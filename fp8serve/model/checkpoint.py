@@ -37,9 +37,8 @@ from fp8serve.model.formats.scales import (
     save_scales,
 )
 from fp8serve.model.network.decoder import Decoder
-from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.network.encoder import Encoder, encoder_class
 from fp8serve.model.network.experts import reset_token_counts
-from fp8serve.model.network.modern_encoder import encoder_class
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
 from fp8serve.model.storage.shards import release_pages

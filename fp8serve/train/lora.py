@@ -20,7 +20,7 @@ from fp8serve.model.adapters import write_adapter
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.config.linear_names import adaptable_linear_names, select_linears
+from fp8serve.model.config.model_config import adaptable_linear_names, select_linears
 from fp8serve.model.formats.peft import PeftConfig
 from fp8serve.train.config import TrainConfig
 

@@ -27,8 +27,13 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.stacked import StackedExperts
-from fp8serve.model.config.linear_names import attention_linear_groups, experts_of, linear_names, mlp_linear_groups
-from fp8serve.model.config.model_config import ModelConfig
+from fp8serve.model.config.model_config import (
+    ModelConfig,
+    attention_linear_groups,
+    experts_of,
+    linear_names,
+    mlp_linear_groups,
+)
 from fp8serve.model.network.experts import Mixture
 from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_mlp, add_projection, forward_of
 from fp8serve.model.network.latent_attention import LatentAttention

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.batch_invariant import is_batch_invariant, product
-from fp8serve.model.config.latent_attention import LatentSizes
-from fp8serve.model.config.model_config import ModelConfig
+from fp8serve.model.config.model_config import LatentSizes, ModelConfig
 from fp8serve.model.network.fusion import OutputTransform, Projections, add_projection, forward_of
 from fp8serve.model.network.norms import RMSNorm
 from fp8serve.model.network.rotary import Attend, Heads, PositionEmbedding
