@@ -300,5 +300,4 @@ def _norm(config: EncoderConfig) -> nn.LayerNorm:
 
 
 def encoder_class(config: EncoderConfig) -> type[Encoder]:
-    """Returns the class of the model with this configuration."""
     return ModernEncoder if config.layer_windows else Encoder
