@@ -126,7 +126,6 @@ class TrainConfig(GrpoOptions):
 
     @property
     def data_limits(self) -> DataLimits:
-        """The limits of the data files."""
         return DataLimits(self.max_rows, self.max_row_bytes, self.max_data_bytes, self.max_data_memory)
 
     def usable_processes(self, count: int) -> int:

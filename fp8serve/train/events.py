@@ -46,7 +46,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from fp8serve.errors import JobError, MachineError, one_line
 from fp8serve.model.storage.files import fsync
@@ -209,14 +209,6 @@ def check_optimizer_package(config: "TrainConfig") -> None:
         require_package("torchao", "8-bit optimizer states need torchao", "optimizer_states")
 
 
-class Writer(Protocol):
-    """Writes the metrics of a step to a tool."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class TensorBoard:
     """Writes metrics as TensorBoard event files."""
 
@@ -252,6 +244,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+Writer = TensorBoard | WeightsAndBiases
 WRITERS: dict[ReportTool, Callable[["TrainConfig", int], Writer]] = {
     "tensorboard": TensorBoard, "wandb": WeightsAndBiases,
 }  # fmt: skip

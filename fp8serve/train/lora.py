@@ -69,6 +69,5 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def write_adapter_files(folder: Path, config: TrainConfig, masters: Mapping[str, Tensor]) -> None:
-    """Writes the adapter's files from its masters."""
     linears = adaptable_linear_names(read_config(config.model))
     write_adapter(folder, config.model, peft_config(config), masters, linears, dropout=config.lora_dropout)

@@ -100,11 +100,9 @@ class TrainingRun:
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens of each item."""
         return [item.tokens for item in self.setup.items]
 
     def microbatches(self, step: Step) -> list[list[Item]]:
-        """Returns the items of each microbatch of a step."""
         return [[self.setup.items[i] for i in microbatch] for microbatch in step]
 
     def is_due(self, every: int | None) -> bool:

@@ -194,6 +194,10 @@ class Trainer:
         continue or made the model worse.
         """
         self.check()
+        return self.run_checked(on_event, stop)
+
+    def run_checked(self, on_event: OnEvent, stop: Callable[[], bool]) -> TrainResult:
+        """Does the same as `run`, for a caller that has called `check`."""
         with self.ranks.shared_errors():
             lock = self._take_lock() if self.ranks.is_first else nullcontext()
         reporting = reporting_to_tools(self.config, on_event) if self.ranks.is_first else nullcontext(events.ignore)
@@ -401,7 +405,7 @@ def finetune(
     for rows, files in ((data_rows, data_files), (eval_rows, eval_files)):
         if rows:
             _write_rows(rows, Path(files[0]))
-    return trainer.run(on_event, stop)
+    return trainer.run_checked(on_event, stop)
 
 
 def _files_and_rows(data: Data, path: Path) -> tuple[list[str], Sequence[Any]]:
