@@ -11,7 +11,7 @@ from fp8serve.fp8.recipe import Recipe, as_delayed, can_train, name_of, to_json
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.quantization_config import quantization_files
-from fp8serve.model.storage.files import check_absent, check_writable
+from fp8serve.model.storage.files import check_absent
 from fp8serve.model.stored_checkpoint import matrices_notes, open_checkpoint
 
 ENCODER_OPTIONS = ("data", "holdout", "samples", "seq_len", "batch_size", "seed", "device", "format", "max_shard_size",
@@ -51,11 +51,6 @@ def check_encoder_options(options: CalibrationOptions) -> None:
     for name, value in vars(options).items():
         if name not in ENCODER_OPTIONS and value != getattr(defaults, name):
             raise RecipeError(f"{name} is for models that generate text; leave it out for a model that embeds.")
-
-
-def check_disk_space(source: Path, out: Path) -> None:
-    """Raises MachineError if the disk of `out` has less than one free byte for each weight of `source`."""
-    check_writable(out, open_checkpoint(source).num_weights)
 
 
 def quantized_notes(source: Path, *, scales_only: bool = False) -> tuple[str, ...]:

@@ -174,17 +174,14 @@ def _summed_squared_errors(
     The sums stay on the device, so no layer waits for it.
     """
 
-    def make_hook(name: str) -> Callable[..., None]:
-        def hook(linear: nn.Module, args: tuple[Tensor], exact: Tensor) -> None:
-            with torch.no_grad():
-                error = fp8_output(name, linear, args[0].detach()) - exact
+    def hook(name: str, linear: nn.Module, args: tuple[Tensor], exact: Tensor) -> None:
+        with torch.no_grad():
+            error = fp8_output(name, linear, args[0].detach()) - exact
 
-            def add_to_sum(gradient: Tensor) -> None:
-                total = (gradient.float() * error.float()).sum(-1).square().sum(dtype=torch.float64)
-                sums[name] = sums[name] + total if name in sums else total
+        def add_to_sum(gradient: Tensor) -> None:
+            total = (gradient.float() * error.float()).sum(-1).square().sum(dtype=torch.float64)
+            sums[name] = sums[name] + total if name in sums else total
 
-            exact.register_hook(add_to_sum)  # type: ignore[no-untyped-call]
+        exact.register_hook(add_to_sum)  # type: ignore[no-untyped-call]
 
-        return hook
-
-    return forward_hooks(linears, make_hook)
+    return forward_hooks(linears, hook)

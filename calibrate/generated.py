@@ -48,18 +48,14 @@ def generate_samples(
     """Continues prompts from `batches` with `decoder` and with the FP8 model in `folder`."""
     if not settings.generated_samples:
         return (), ()
-    if not _fits(decoder):
+    bf16_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
+    if bf16_bytes * 3 // 2 > free_memory():  # FP8 takes half as much
         return (), (TOO_LARGE,)
     with stages.stage("generate"):
         prompts, tokenizer = list(islice(_prompts(batches), settings.generated_samples)), Tokenizer.from_dir(folder)
         before = generate_continuations(decoder, prompts)
         after = generate_continuations(load_servable(folder, device=settings.device), prompts, kv_scales(folder))
         return tuple(_report(tokenizer, *texts) for texts in zip(prompts, before, after, strict=True)), ()
-
-
-def _fits(decoder: Model) -> bool:
-    """Returns whether the weights in BF16 and in FP8 fit in free memory."""
-    return sum(parameter.nbytes for parameter in decoder.parameters()) * 3 // 2 <= free_memory()
 
 
 def _prompts(batches: Sequence[Batch]) -> Iterator[list[int]]:

@@ -9,7 +9,7 @@ each group of layers, with only this group in FP8.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class Job:
     linears: dict[str, Linear]
     batches: Batches
     observer: Observer
-    judge: "Judge"
+    judge: "DivergenceJudge | CosineJudge"
     states: dict[str, ScalingState] = field(default_factory=dict)
     smoothed: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that replace those of the source
     rounded: dict[str, FrozenLinear] | None = None
@@ -83,16 +83,6 @@ class Job:
                     self.states.pop(f"{name}.{role}", None)
 
 
-class Judge(Protocol):
-    """Measures the error of FP8 on the held-out batches of a job."""
-
-    def meet_target(self, job: Job) -> None:
-        """Leaves as few linears in BF16 as the quality target allows. Raises RecipeError if it needs all of them."""
-
-    def measure(self, job: Job) -> tuple[Any, Layers]:
-        """Returns the quality of the model, and the statistics of every linear."""
-
-
 def _leave_in_bf16(
     job: Job, candidates: Sequence[LinearGroup], is_met: Callable[[Collection[str]], bool], refusal: str
 ) -> None:
@@ -112,9 +102,10 @@ def _leave_in_bf16(
 
 
 class DivergenceJudge:
-    """The `Judge` of models that generate text."""
+    """Measures the error of a model that generates text."""
 
     def meet_target(self, job: Job) -> None:
+        """Leaves as few linears in BF16 as the quality target allows. Raises RecipeError if it needs all of them."""
         if (target := QualityTarget.of(job.options)) is None:
             return
 
@@ -125,6 +116,7 @@ class DivergenceJudge:
         _leave_in_bf16(job, groups_by_cost(job.linears, self._shares(job)), is_met, refusal)
 
     def measure(self, job: Job) -> tuple[Quality, Layers]:
+        """Returns the quality of the model, and the statistics of every linear."""
         quality, layers = self.compare(job)
         shares = self._shares(job)
         return quality, tuple(tally.report(name, shares.get(name)) for name, tally in layers.items())
@@ -151,14 +143,14 @@ class DivergenceJudge:
 
 
 class CosineJudge:
-    """The `Judge` of models that embed. It compares the vectors of each held-out text by both models."""
+    """Measures the error of a model that embeds: compares the vectors of each held-out text by both models."""
 
     def __init__(self, pooling: Pooling) -> None:
         self._pooling = pooling
         self._exact: Tensor | None = None
 
     def meet_target(self, job: Job) -> None:
-        """See `Judge`. The groups whose quantization changes the vectors most per byte saved stay in BF16 first."""
+        """See `DivergenceJudge`. The groups that change the vectors most per byte saved stay in BF16 first."""
         if (cosine := job.options.target_cosine) is None:
             return
         frozen = self._frozen(job)

@@ -133,7 +133,6 @@ class Observer:
         return k, v
 
     def states(self) -> dict[str, ScalingState]:
-        """Returns the scaling states by tensor name."""
         by_linear = {name: linear.delayed_states(self.recipe) for name, linear in self.linears.items()}
         return {f"{name}.{role}": states[role] for name, states in by_linear.items() for role in self.roles} | self.kv
 

@@ -50,14 +50,13 @@ def write_output(
     job: Job, out: Path, quality: Quality | CosineSummary, layers: tuple[LayerReport, ...], origin: Origin
 ) -> Report:
     """Writes `out` and returns the report. With `scales_only` the report is not written."""
-    states = stored_states(job.states, job.recipe)
-    checkpoint = _checkpoint(job, states)
+    checkpoint = _checkpoint(job)
     with job.stages.stage("write"):
         if not job.options.scales_only:
             return _write_directory(job, out, checkpoint, quality, layers, origin)
         with atomic_directory(out) as folder:
             save_scales(folder / FILE_NAME, checkpoint)
-    return _text_report(job, out, cast(Quality, quality), layers, origin)
+    return _text_report(job, out, checkpoint, cast(Quality, quality), layers, origin)
 
 
 def _write_directory(
@@ -76,7 +75,7 @@ def _write_directory(
             report = embedding = _embedding_report(job, out, quality, layers, origin, folder)
             page = html_encoder_report(embedding)
         else:
-            report = text = _text_report(job, out, quality, layers, origin, folder)
+            report = text = _text_report(job, out, checkpoint, quality, layers, origin, folder)
             page = html_report(text)
         reports.append(report)
         return {"calibration.json": report.to_json() + "\n", "report.html": page}
@@ -104,10 +103,15 @@ def _changed_weights(job: Job) -> Mapping[str, Tensor]:
 
 
 def _text_report(
-    job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], origin: Origin, folder: Path | None = None
+    job: Job,
+    out: Path,
+    checkpoint: ScalingCheckpoint,
+    quality: Quality,
+    layers: tuple[LayerReport, ...],
+    origin: Origin,
+    folder: Path | None = None,
 ) -> CalibrationReport:
     """`folder` holds the model until it is moved to `out`; it is None if no weights are written."""
-    states = stored_states(job.states, job.recipe)
     notes = job.notes + _smoothing_note(job.smoothing) + _healing_note(job.healing)
     generated: tuple[GeneratedReport, ...] = ()
     if folder is not None:
@@ -120,7 +124,7 @@ def _text_report(
         data=_data_report(job.options, job.batches),
         quality=quality,
         layers=layers,
-        tensors=_tensor_reports(job.observer, states),
+        tensors=_tensor_reports(job.observer, checkpoint),
         notes=notes,
         smoothing=job.smoothing,
         healing=job.healing,
@@ -220,8 +224,8 @@ def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[st
     return {n: ScalingState(next(values)[0], next(values), s.nonfinite, s.steps) for n, s in result.items()}
 
 
-def _checkpoint(job: Job, states: Mapping[str, ScalingState]) -> ScalingCheckpoint:
-    batches = job.batches.calibration
+def _checkpoint(job: Job) -> ScalingCheckpoint:
+    states, batches = stored_states(job.states, job.recipe), job.batches.calibration
     return ScalingCheckpoint(
         job.recipe,
         {name: _tensor_scale(name, state) for name, state in states.items()},
@@ -241,10 +245,10 @@ def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
     return TensorScale(state.scale, state.amax_history if has_history else None)
 
 
-def _tensor_reports(observer: Observer, states: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
+def _tensor_reports(observer: Observer, checkpoint: ScalingCheckpoint) -> tuple[TensorReport, ...]:
     reports = []
     for name, record in observer.records.items():
-        scale = float(states[name].scale) if name in states else None
+        scale = float(checkpoint.tensors[name].scale) if name in checkpoint.tensors else None
         limit = None if scale is None else fp8_max(observer.recipe, name.rpartition(".")[2]) / scale
         history = tuple(float(f"{value:.6g}") for value in record.recent_amaxes)
         reports.append(TensorReport(name, record.amax, scale, record.batches, history, limit))

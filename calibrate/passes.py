@@ -10,7 +10,8 @@ of the transformers backend counts as a single layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -99,11 +100,9 @@ def with_activation_gradients(decoder: Model) -> Iterator[None]:
 
 
 @contextmanager
-def forward_hooks(
-    linears: Mapping[str, nn.Module], make_hook: Callable[[str], Callable[..., object]]
-) -> Iterator[None]:
-    """Inside the context, every linear has the forward hook that `make_hook` returns for its name."""
-    handles = [linear.register_forward_hook(make_hook(name)) for name, linear in linears.items()]
+def forward_hooks(linears: Mapping[str, nn.Module], hook: Callable[..., object]) -> Iterator[None]:
+    """Inside the context, every linear calls hook(name, linear, arguments, output) after its forward pass."""
+    handles = [linear.register_forward_hook(partial(hook, name)) for name, linear in linears.items()]
     try:
         yield
     finally:
@@ -124,27 +123,22 @@ def replaced_modules(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> It
             decoder.set_submodule(name, module)
 
 
-@contextmanager
 def run_in_fp8(
     linears: Linears, freeze: Callable[[str, Linear], FrozenLinear], tallies: Mapping[str, LayerTally]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside the context, every linear returns its FP8 output, and `tallies` record the error against the exact output.
 
     `freeze` is called once per call of a linear, and its result is then released.
     """
 
-    def make_hook(name: str) -> Callable[..., Tensor]:
-        def hook(linear: Linear, args: tuple[Tensor], exact: Tensor) -> Tensor:
-            frozen = freeze(name, linear)
-            output: Tensor = frozen(args[0])
-            _add_input(tallies[name], frozen, args[0])
-            tallies[name].add_output(exact, output)
-            return output
+    def hook(name: str, linear: Linear, args: tuple[Tensor], exact: Tensor) -> Tensor:
+        frozen = freeze(name, linear)
+        output: Tensor = frozen(args[0])
+        _add_input(tallies[name], frozen, args[0])
+        tallies[name].add_output(exact, output)
+        return output
 
-        return hook
-
-    with forward_hooks(linears, make_hook):
-        yield
+    return forward_hooks(linears, hook)
 
 
 def _add_input(tally: LayerTally, linear: FrozenLinear, x: Tensor) -> None:
@@ -153,21 +147,16 @@ def _add_input(tally: LayerTally, linear: FrozenLinear, x: Tensor) -> None:
         tally.add_input(rows, *linear.cast(rows))
 
 
-@contextmanager
 def compare_with_reference(
     linears: Mapping[str, FrozenLinear], references: Mapping[str, nn.Module], tallies: Mapping[str, LayerTally]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside the context, `tallies` record the error of every linear against the reference of the same name."""
 
-    def make_hook(name: str) -> Callable[..., None]:
-        def hook(linear: FrozenLinear, args: tuple[Tensor], output: Tensor) -> None:
-            _add_input(tallies[name], linear, args[0])
-            tallies[name].add_output(references[name](args[0]), output)
+    def hook(name: str, linear: FrozenLinear, args: tuple[Tensor], output: Tensor) -> None:
+        _add_input(tallies[name], linear, args[0])
+        tallies[name].add_output(references[name](args[0]), output)
 
-        return hook
-
-    with forward_hooks(linears, make_hook):
-        yield
+    return forward_hooks(linears, hook)
 
 
 def fp8_cache(scales: Mapping[str, Tensor]) -> KVHook:
@@ -187,15 +176,12 @@ def nonfinite_error(decoder: AnyModel, linears: Linears, batch: Batch) -> Scales
     """Runs a batch again, and returns an error that names the first tensor that is not finite."""
     nonfinite: list[str] = []
 
-    def make_hook(name: str) -> Callable[..., None]:
-        def hook(linear: Linear, args: tuple[Tensor], out: Tensor) -> None:
-            for role, tensor in (("input", args[0]), ("weight", linear.weight)):
-                if not tensor.isfinite().all():
-                    nonfinite.append(f"{name}.{role}")
+    def hook(name: str, linear: Linear, args: tuple[Tensor], out: Tensor) -> None:
+        for role, tensor in (("input", args[0]), ("weight", linear.weight)):
+            if not tensor.isfinite().all():
+                nonfinite.append(f"{name}.{role}")
 
-        return hook
-
-    with torch.no_grad(), forward_hooks(linears, make_hook):
+    with torch.no_grad(), forward_hooks(linears, hook):
         forward(decoder, batch)
     tensor = nonfinite[0] if nonfinite else "the final hidden state"
     return ScalesError(
@@ -247,17 +233,15 @@ def layer_indices(decoder: AnyModel, stage: str, stages: Stages | None) -> Itera
         trim()
 
 
-@contextmanager
-def releasing_layers(decoder: Model) -> Iterator[None]:
+def releasing_layers(decoder: Model) -> AbstractContextManager[None]:
     """Inside the context, whole passes release the mapped pages of every layer after its forward and backward pass."""
 
-    def hook(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+    def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         _release(layer)
         if args[0].requires_grad:
             args[0].register_hook(lambda gradient: _release(layer))  # type: ignore[no-untyped-call]
 
-    with forward_hooks({str(index): layer for index, layer in enumerate(decoder.parts)}, lambda name: hook):
-        yield
+    return forward_hooks({str(index): layer for index, layer in enumerate(decoder.parts)}, hook)
 
 
 def _release(layer: nn.Module) -> None:

@@ -19,7 +19,7 @@ of its sequences, and observing with `gradients` reads them twice for each batch
 layers for that sequence or batch. On a GPU the weights must fit into its memory.
 
 A model that embeds has the same stages except smooth, heal and generate (`calibrate_encoder`). Only the measurements
-differ, which a `Judge` makes (job.py).
+differ, which a judge makes (job.py).
 
 Recipes that scale by content (current, rowwise, block) need no input scales. For them amaxes are observed for the
 report, and the directory has FP8 weights and, if requested, scales of the KV cache.
@@ -34,7 +34,6 @@ from typing import Any, cast
 from torch import Tensor
 
 from fp8serve.calibration.checks import (
-    check_disk_space,
     check_encoder_options,
     check_model,
     check_settings,
@@ -80,6 +79,7 @@ from fp8serve.model.config.modules_json import has_pooling
 from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.pooling import Pooling, read_pooling
+from fp8serve.model.storage.files import check_writable
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
 
@@ -116,7 +116,7 @@ def calibrate(
     settings = CalibrationOptions.of(options).on_device(source, ranks.size)
     check_settings(out, recipe, settings, ranks.size)
     if not settings.scales_only:
-        check_disk_space(source, out)
+        check_writable(out, open_checkpoint(source).num_weights)  # at least a byte for each weight
     origin = command or call_text("calibrate", source, out=out, recipe=recipe, **options)
     job = _text_job(source, recipe, settings, Stages(progress))
     this_run = run_description(source, recipe, job.options, job.batches, versions())
@@ -143,7 +143,7 @@ def calibrate_encoder(
     settings = CalibrationOptions.of(options).on_device(source, ranks.size)
     check_encoder_options(settings)
     check_settings(out, recipe, settings, ranks.size, is_encoder=True)
-    check_disk_space(source, out)
+    check_writable(out, open_checkpoint(source).num_weights)  # at least a byte for each weight
     arguments = {"out": out, "recipe": recipe} | options
     origin = command or call_text("calibration.pipeline.calibrate_encoder", source, **arguments)
     job = _embedding_job(source, recipe, settings, Stages(progress))
@@ -228,7 +228,6 @@ def _convert(model: AnyModel, skip: tuple[str, ...]) -> dict[str, Linear]:
 
 
 def _exclude_linears(job: Job) -> None:
-    """Excludes the linears that `skip` and `only` name from FP8."""
     names = excluded_linears(list(job.linears), job.options.skip or (), job.options.only or ())
     job.leave_in_bf16(unmeasured_groups(job.model, names))
 

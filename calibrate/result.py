@@ -100,7 +100,6 @@ class LayerReport:
 
     @property
     def headroom(self) -> float | None:
-        """The headroom of the input, or None if the input has none."""
         return None if self.input is None else self.input.headroom
 
 

@@ -32,7 +32,7 @@ from fp8serve.errors import Fp8ServeError, MachineError, ModelError, shown
 from fp8serve.fp8.recipe import Recipe, to_json
 from fp8serve.fp8.scaling import FIELDS
 from fp8serve.model.checkpoint import fingerprint
-from fp8serve.model.storage.files import acquire_lock, fsync, present, read_json, write_json
+from fp8serve.model.storage.files import acquire_lock, atomic_file, present, read_json, write_json
 from fp8serve.model.storage.shards import Shards, read_header, save_tensors
 from fp8serve.ranks import ALONE, Ranks
 
@@ -107,14 +107,10 @@ class StageResults:
             if self._lock is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._acquire_lock()
-                write_json(self.folder / "run.tmp", self._description)
-                fsync(self.folder / "run.tmp")
-                (self.folder / "run.tmp").rename(self.folder / RUN_FILE)
-            temporary = path.with_suffix(".tmp")
-            save_tensors(temporary, tensors, METADATA)
-            fsync(temporary)
-            temporary.rename(path)
-            fsync(self.folder)
+                with atomic_file(self.folder / RUN_FILE) as temporary:
+                    write_json(temporary, self._description)
+            with atomic_file(path) as temporary:
+                save_tensors(temporary, tensors, METADATA)
         except OSError as e:
             raise MachineError(f"{path} could not be written: {e.strerror or e}; continue later with --resume.") from e
 

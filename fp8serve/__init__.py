@@ -30,7 +30,7 @@ _MODULES = {
     "Monitor": "fp8serve.fp8.monitor",
     "Engine": "fp8serve.engine.engine",
     "calibrate": "fp8serve.calibration.pipeline",
-    "finetune": "fp8serve.train.finetune",
+    "finetune": "fp8serve.train.trainer",
     "log_probs": "fp8serve.train.log_probs",
     "export": "fp8serve.model.transformers_export",
     "restore_scaling": "fp8serve.model.transformers_export",

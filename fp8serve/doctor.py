@@ -130,9 +130,8 @@ def _serving(model_dir: Path) -> dict[str, Any]:
     from fp8serve.fp8.cuda_support import visible_gpus
     from fp8serve.model.config.decoder import read_any_config
     from fp8serve.model.config.model_config import ModelConfig
-    from fp8serve.model.device import find_device
+    from fp8serve.model.device import estimate_weight_memory, find_device
     from fp8serve.model.parity import describe_invariant_mode, unsupported_in_invariant_mode
-    from fp8serve.model.weight_memory import estimate_weight_memory
 
     choice, config = find_device(model_dir, "stored"), read_any_config(model_dir)
     options, is_on_gpu = EngineOptions(device=choice.device), choice.device != "cpu"

@@ -71,8 +71,8 @@ NO_TORCH = {
     "fp8serve.engine.output",
     "fp8serve.engine.kv_cache",
     "fp8serve.engine.scheduler",
-    "fp8serve.model.config.linear_names",
-    "fp8serve.model.weight_memory",
+    "fp8serve.model.config.model_config",
+    "fp8serve.model.device",
     "fp8serve.model.storage.headers",
 }
 

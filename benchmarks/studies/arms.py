@@ -21,9 +21,9 @@ from fp8serve.train.data import Cursor, iterate_steps
 from fp8serve.train.events import Event
 from fp8serve.train.forward import Forward, PackedBatch, collate, mean_loss, summed_loss
 from fp8serve.train.optimizer import learning_rate
+from fp8serve.train.run import evaluate
 from fp8serve.train.scratch import write_random_model, write_texts
 from fp8serve.train.setup import prepare
-from fp8serve.train.validation import evaluate
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from fp8serve.options import About, check
 from fp8serve.terminal import AsJson, print_table
 from fp8serve.train import checkpoint, state
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.run import evaluate
 from fp8serve.train.scratch import write_random_model, write_texts
 from fp8serve.train.setup import prepare
 from fp8serve.train.trainer import Trainer
-from fp8serve.train.validation import evaluate
 
 TWIN = "twin"  # a second run in BF16 whose rate differs so little that only chance separates the two
 TWIN_RATE = 1.0001

@@ -29,7 +29,6 @@ Report = CalibrationReport | EvalReport | EmbeddingReport | EncoderEvalReport
 
 
 def html_report(report: CalibrationReport) -> str:
-    """Returns the page of a calibration."""
     title = f"Calibration of {base_name(report.model)}"
     content = [
         sections.heading(title, summary(report), report.notes),

@@ -10,7 +10,7 @@ over tokens of |(cast(x) - x) W^T|^2.
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8serve.calibration.data import Batch, first_sequences
 from fp8serve.calibration.passes import Linears, forward, forward_hooks
@@ -38,8 +38,8 @@ def searched_amaxes(
     first_linears = {name: linears[name] for name in by_first}
     errors = {name: torch.zeros(len(RANGE_FRACTIONS), dtype=torch.float64) for name in by_first}
 
-    def add_errors(name: str, x: Tensor) -> None:
-        rows = x.reshape(-1, x.shape[-1]).float()
+    def add_errors(name: str, linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+        rows = args[0].reshape(-1, args[0].shape[-1]).float()
         weights = torch.cat([linears[n].weight.float() for n in by_first[name]])
         products = weights.t() @ weights
         for i, fraction in enumerate(RANGE_FRACTIONS):
@@ -48,7 +48,7 @@ def searched_amaxes(
             errors[name][i] += float(((error @ products) * error).sum(dtype=torch.float64))
 
     for batch in (stages or Stages()).steps("search", first_sequences(batches, SEARCH_TOKENS)):
-        with forward_hooks(first_linears, lambda name: lambda linear, args, out: add_errors(name, args[0])):
+        with forward_hooks(first_linears, add_errors):
             forward(decoder, batch)
     best = {name: RANGE_FRACTIONS[int(e.argmin())] * amaxes[f"{name}.input"] for name, e in errors.items()}
     return {f"{name}.input": best[first] for first, names in by_first.items() for name in names}

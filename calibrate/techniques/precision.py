@@ -16,7 +16,7 @@ from fp8serve.calibration.options import CalibrationOptions
 from fp8serve.calibration.result import LinearGroup, Quality
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
-from fp8serve.model.config.linear_names import is_expert
+from fp8serve.model.config.model_config import is_expert
 from fp8serve.model.formats.targets import matches
 
 Names = tuple[str, ...]

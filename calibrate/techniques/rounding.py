@@ -18,7 +18,7 @@ U[j, j]. Columns with large inputs are rounded first, because nothing compensate
 The scales do not change, so the result is served like a weight that is rounded to nearest.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -169,14 +169,11 @@ def _products_of(
     """Returns X^T X of one batch. Ranks add batches up in order, so the sums are bit-equal to those of one process."""
     products = _zeros(frozen)
 
-    def make_hook(name: str) -> Callable[..., None]:
-        def hook(linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-            x = dequantize(*frozen[name].cast(args[0].reshape(-1, args[0].shape[-1]))).float()
-            products[name].addmm_(x.t(), x)
+    def hook(name: str, linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+        x = dequantize(*frozen[name].cast(args[0].reshape(-1, args[0].shape[-1]))).float()
+        products[name].addmm_(x.t(), x)
 
-        return hook
-
-    with forward_hooks({name: linears[name] for name in products}, make_hook):
+    with forward_hooks({name: linears[name] for name in products}, hook):
         layerwise_pass.run(index)
     return products
 

@@ -26,7 +26,7 @@ which BF16 would round, so such norms are not changed. The outputs of fused line
 norm before a mixture of experts, which the router reads as well.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -52,8 +52,7 @@ from fp8serve.calibration.techniques.precision import input_groups
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, as_delayed
 from fp8serve.model.building import Model
-from fp8serve.model.config.linear_names import attention_linear_groups, experts_of, mlp_linear_groups
-from fp8serve.model.config.model_config import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig, attention_linear_groups, experts_of, mlp_linear_groups
 from fp8serve.ranks import ALONE, Ranks
 
 Weights = Mapping[str, Tensor]  # by the names of parameters
@@ -208,13 +207,10 @@ class LayerTrial:
         first_linears = {names[0]: self.linears[names[0]] for names in self.groups}
         amaxes = {n: torch.zeros(x.in_features, device=x.weight.device) for n, x in first_linears.items()}
 
-        def make_hook(name: str) -> Callable[..., None]:
-            def hook(linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-                torch.maximum(amaxes[name], args[0].abs().amax(0).float(), out=amaxes[name])
+        def hook(name: str, linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+            torch.maximum(amaxes[name], args[0].abs().amax(0).float(), out=amaxes[name])
 
-            return hook
-
-        with forward_hooks(first_linears, make_hook):
+        with forward_hooks(first_linears, hook):
             for layerwise_pass in passes:
                 layerwise_pass.run(self.index)
         of_ranks = ranks.gather({name: x.cpu() for name, x in amaxes.items()})
@@ -274,7 +270,6 @@ def _smoothed_layer(
 
 
 def set_parameters(decoder: Model, weights: Weights) -> None:
-    """Replaces parameters of `decoder` by `weights`, by name."""
     for name, weight in weights.items():
         parent, _, leaf = name.rpartition(".")
         module = decoder.get_submodule(parent)

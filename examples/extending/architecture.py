@@ -16,8 +16,7 @@ import transformers
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.model.checkpoint import open_checkpoint
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.config.families import _COMMON, FAMILIES
-from fp8serve.model.config.family import Family
+from fp8serve.model.config.families import _COMMON, FAMILIES, Family
 from fp8serve.model.network.decoder import Decoder, make_attend
 
 # The row. In the library it stands in fp8serve/model/config/families.py.

@@ -12,7 +12,7 @@ change. With a BF16 base, only rounding to BF16 causes a loss.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8.casting import cast_current_rowwise
 from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0, dequantize, expand, saturating_cast
 from fp8serve.fp8.spec import MXFP8
-from fp8serve.model.adapters import Adapter, LinearAdapter, read_adapter
+from fp8serve.model.adapters import LinearAdapter, read_adapter
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.format_conversion import (
@@ -37,7 +37,8 @@ from fp8serve.model.format_conversion import (
 )
 from fp8serve.model.formats.scales import ScalingCheckpoint
 from fp8serve.model.storage.files import check_absent, check_writable
-from fp8serve.model.stored_checkpoint import Checkpoint, open_checkpoint
+from fp8serve.model.storage.shards import LazyTensors
+from fp8serve.model.stored_checkpoint import open_checkpoint
 
 E4M3 = torch.float8_e4m3fn
 SATURATION_LIMIT = 464.0  # half a step above 448, E4M3's largest value: larger values saturate instead of being rounded
@@ -104,10 +105,17 @@ def merge(
     check_writable(Path(out), sum(math.prod(shape) for shape in checkpoint.shapes.values()))
     adapters, losses = read_adapter(adapter, checkpoint.config), dict[str, RoundingLoss]()
     fp8_linears = checkpoint.read_fp8(checkpoint.fp8_linears)
-    weights = _MergedWeights(checkpoint, {name: part for name, part in adapters.items() if name not in fp8_linears})
-    for name in weights.adapter:
+    unquantized = {name: adapters[name] for name in adapters if name not in fp8_linears}
+
+    def merged(key: str) -> Tensor:
+        """Returns the parameter, in FP32 and merged with its adapter if it has one."""
+        linear = unquantized.get(key.removesuffix(".weight"))
+        return checkpoint[key] if linear is None else apply_adapter(checkpoint[key].float(), linear)
+
+    weights = LazyTensors(checkpoint, lambda key: merged(key).to(checkpoint[key].dtype))
+    for name in unquantized:
         key = f"{name}.weight"
-        losses[name] = RoundingLoss.measure(checkpoint[key].float(), weights.merge(key), weights[key].float())
+        losses[name] = RoundingLoss.measure(checkpoint[key].float(), merged(key), weights[key].float())
     if not fp8_linears:
         _check_loss(total_loss(losses), max_lost_fraction)
         config = {k: v for k, v in read_text_config(checkpoint.path).items() if k != "quantization_config"}
@@ -179,24 +187,3 @@ def _replace_weight_scale(state: ScalingCheckpoint, key: str, scale_inv: Tensor)
         return state
     new = replace(state.tensors[key], scale=scale_inv.reciprocal())
     return replace(state, tensors=state.tensors | {key: new}, created_by=f"fp8serve {__version__} merge")
-
-
-class _MergedWeights(Mapping[str, Tensor]):
-    """The parameters of a checkpoint, merged with the adapters of linear layers that are in high precision."""
-
-    def __init__(self, checkpoint: Checkpoint, adapter: Adapter) -> None:
-        self._checkpoint, self.adapter = checkpoint, adapter
-
-    def merge(self, name: str) -> Tensor:
-        """Returns the merged weight of a linear layer that has an adapter, in FP32."""
-        return apply_adapter(self._checkpoint[name].float(), self.adapter[name.removesuffix(".weight")])
-
-    def __getitem__(self, name: str) -> Tensor:
-        base = self._checkpoint[name]
-        return self.merge(name).to(base.dtype) if name.removesuffix(".weight") in self.adapter else base
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint)
-
-    def __len__(self) -> int:
-        return len(self._checkpoint)

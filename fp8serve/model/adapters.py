@@ -4,7 +4,7 @@
     adapter_model.safetensors   `base_model.model.{linear}.lora_A.weight` [r, K], `lora_B.weight` [N, r],
                                 `lora_magnitude_vector` [N] (DoRA)
 
-config/linear_names.py lists the layers that can have an adapter.
+config/model_config.py lists the layers that can have an adapter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.model.building import build_on_meta
-from fp8serve.model.config.linear_names import adaptable_linear_names
-from fp8serve.model.config.model_config import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig, adaptable_linear_names
 from fp8serve.model.formats.peft import CONFIG, WEIGHTS, PeftConfig, make_config, parse_name, read_config, tensor_name
 from fp8serve.model.storage.files import write_json
 from fp8serve.model.storage.shards import Shards, read_header, save_tensors, type_name

@@ -10,8 +10,7 @@ from fp8serve.fp8.attention import causal_attention
 from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.model_config import AnyConfig, ModelConfig
 from fp8serve.model.network.decoder import Decoder, make_attend
-from fp8serve.model.network.encoder import Encoder
-from fp8serve.model.network.modern_encoder import encoder_class
+from fp8serve.model.network.encoder import Encoder, encoder_class
 
 if TYPE_CHECKING:
     from fp8serve.model.transformers_backend.network import TransformersModel
@@ -29,9 +28,11 @@ def build_on_meta(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> M
     return TransformersModel(config, dtype)
 
 
-def build_any_on_meta(config: AnyConfig) -> AnyModel:
+def build_any_on_meta(config: AnyConfig, dtype: torch.dtype = torch.bfloat16) -> AnyModel:
     """Builds a language model or an encoder without weights: every parameter is on the "meta" device."""
-    return encoder_class(config)(config, device="meta") if isinstance(config, EncoderConfig) else build_on_meta(config)
+    if isinstance(config, EncoderConfig):
+        return encoder_class(config)(config, device="meta", dtype=dtype)
+    return build_on_meta(config, dtype)
 
 
 def transposed_linears(model: AnyModel) -> frozenset[str]:

@@ -11,7 +11,7 @@ states); other packages import them from here.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,8 @@ from fp8serve.fp8.casting import cast_current_rowwise
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.layer_inputs import check_whole_blocks
 from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, as_delayed, from_name
-from fp8serve.model.building import AnyModel, Model, build_on_meta
+from fp8serve.model.building import AnyModel, Model, build_any_on_meta, build_on_meta
 from fp8serve.model.config.decoder import is_encoder_directory
-from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.mixture import needs_fp32
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.scales import (
@@ -37,9 +36,7 @@ from fp8serve.model.formats.scales import (
     save_scales,
 )
 from fp8serve.model.network.decoder import Decoder
-from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import reset_token_counts
-from fp8serve.model.network.modern_encoder import encoder_class
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
 from fp8serve.model.storage.shards import release_pages
@@ -54,7 +51,6 @@ __all__ = [
     "fingerprint",
     "kv_scales",
     "kv_scales_error",
-    "load_encoder",
     "load_parameters",
     "load_scales",
     "load_servable",
@@ -142,25 +138,20 @@ def check_servable(checkpoint: Checkpoint) -> None:
     _scale_source(checkpoint, "stored" if checkpoint.has_scales else "bf16", None)
 
 
-def load_encoder(
+def load_any_servable(
     model_dir: Path | str,
     recipe: Literal["stored", "bf16"] | Recipe | None = "stored",
     scales: Path | str | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-) -> Encoder:
-    """Loads an encoder to serve, as `load_servable` does. Raises ModelError if the directory holds another model."""
+) -> AnyModel:
+    """Loads a language model or an encoder to serve. The arguments and errors are those of `load_servable`."""
+    if not is_encoder_directory(model_dir):
+        return load_servable(model_dir, recipe, scales, device, dtype)
     checkpoint = open_checkpoint(model_dir)
-    if not isinstance(checkpoint.any_config, EncoderConfig):
-        raise ModelError(f"{model_dir} holds {checkpoint.any_config.architecture}, which is not an encoder.")
-    model = encoder_class(checkpoint.any_config)(checkpoint.any_config, device="meta", dtype=dtype)
+    model = build_any_on_meta(checkpoint.any_config, dtype)
     _load_frozen(model, checkpoint, recipe, scales, torch.device(device), dtype)
     return model.eval()
-
-
-def load_any_servable(model_dir: Path | str, *args: Any, **kwargs: Any) -> AnyModel:
-    """Loads an encoder with `load_encoder`, and any other model with `load_servable`."""
-    return (load_encoder if is_encoder_directory(model_dir) else load_servable)(model_dir, *args, **kwargs)
 
 
 def _load_frozen(

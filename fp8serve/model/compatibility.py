@@ -16,7 +16,7 @@ programs' own code. There are four cases:
 """
 
 from fp8serve.fp8.spec import MXFP8
-from fp8serve.model.config.linear_names import is_expert
+from fp8serve.model.config.model_config import is_expert
 from fp8serve.model.formats.interop import BLOCKED_WEIGHT, PER_TOKEN
 from fp8serve.model.stored_checkpoint import Checkpoint
 

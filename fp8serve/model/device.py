@@ -1,20 +1,35 @@
-"""Chooses the device for `device="auto"`: a GPU if fp8serve can use it and the weights fit, else the CPU.
+"""Estimates the memory of a model's weights, and chooses the device for `device="auto"`: a GPU if fp8serve can use it
+and the weights fit, else the CPU.
 
 The choice needs no torch and reads only the headers of weight files. It considers the total memory of a GPU, not the
 free memory. If another process has filled the GPU, loading fails with an error that names the memory; moving the model
 to the CPU without notice would make it a hundred times slower. The choice does not consider the memory of activations
 in training.
+
+The estimate follows from file headers and config.json. An FP8 recipe stores an element of a linear layer's weight in
+one byte and has an FP32 scale for each row. Embeddings, norms, routers and the `kv_b_proj` of latent attention are
+served in BF16, whatever dtype the file has. Linear layers are recognised by names and shapes, because building the
+network would need torch. Tensors that do not belong to the language model are not loaded and not counted.
 """
 
 import logging
+import math
+import re
 import runpy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from fp8serve.errors import ModelError
 from fp8serve.fp8.cuda_support import Gpu, driver_version, incompatibility, library_path, read_build, visible_gpus
-from fp8serve.fp8.recipe import HeadDtype
-from fp8serve.model.weight_memory import estimate_weight_memory
+from fp8serve.fp8.recipe import HeadDtype, from_json
+from fp8serve.model.config.decoder import read_any_config
+from fp8serve.model.config.model_config import AnyConfig, ModelConfig
+from fp8serve.model.config.wrappers import is_wrapper, text_tensor_name
+from fp8serve.model.storage.files import present, read_json
+from fp8serve.model.storage.headers import header_json, tensor_shape
+from fp8serve.model.storage.memory import RETAINED_BYTES
 from fp8serve.options import AUTO
 
 log = logging.getLogger("fp8serve.device")
@@ -95,3 +110,108 @@ def torch_cuda_version() -> str | None:
     path = Path(spec.origin).with_name("version.py")
     version: str | None = runpy.run_path(str(path)).get("cuda") if path.is_file() else None
     return version
+
+
+HEAD = "lm_head.weight"
+SCALES = "scales.safetensors"
+BF16_BYTES, FP32_BYTES = 2, 4
+_FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_HIGH_PRECISION = re.compile(r"embed|wpe|wte|router|\.gate\.|shared_expert_gate|kv_b_proj|bias|norm")
+_FP4_BLOCKS = re.compile(r"[._](blocks|weight_packed)$")  # two elements in a byte, see formats/microscaling.py
+_SCALE = re.compile(r"scale")
+
+
+@dataclass(frozen=True)
+class WeightMemory:
+    """Bytes of a model's weights: `served` while it is served, `peak` while it is loaded."""
+
+    served: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """The header entry of a tensor; `elements` is its number of elements after unpacking."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape) * (2 if _FP4_BLOCKS.search(self.name) else 1)
+
+
+def estimate_weight_memory(
+    model_dir: Path, recipe: str, head: HeadDtype = "bf16", scales: str | None = None
+) -> WeightMemory:
+    """Estimates the memory of the weights under these `EngineOptions`. Raises ModelError if a file is damaged."""
+    config = read_any_config(model_dir)
+    casts_linears = _casts_linears(model_dir, recipe, scales)
+    tensors = list(_tensors(model_dir, config))
+    # MXFP4 weights are dequantized to BF16
+    has_fp4 = any(tensor.dtype == "U8" and not _SCALE.search(tensor.name) for tensor in tensors)
+    as_stored = recipe == "stored" and not casts_linears and not has_fp4
+    served_bytes = cast_bytes = 0
+    for tensor in tensors:
+        if head == "fp8" and tensor.name == HEAD:  # freed after it was cast
+            continue
+        if _SCALE.search(tensor.name):
+            is_byte = tensor.dtype in ("U8", "F8_E8M0")
+            served_bytes += (1 if is_byte else FP32_BYTES) * tensor.elements if as_stored else 0
+        elif _is_linear(tensor, config) and casts_linears:
+            cast_bytes += tensor.elements + FP32_BYTES * tensor.elements // tensor.shape[-1]
+        else:
+            is_fp8 = as_stored and tensor.dtype in _FP8_DTYPES
+            served_bytes += tensor.elements * (1 if is_fp8 else BF16_BYTES)
+    if head == "fp8" and isinstance(config, ModelConfig):  # FP8 elements, and an FP32 scale for each row
+        served_bytes += config.vocab_size * (config.hidden_size + FP32_BYTES)
+    served_bytes += cast_bytes
+    # malloc retains some memory of the cast weights after they were packed
+    return WeightMemory(served_bytes, served_bytes + min(cast_bytes, RETAINED_BYTES))
+
+
+def _casts_linears(model_dir: Path, recipe: str, scales: str | None) -> bool:
+    """Whether loading casts every linear layer to FP8, with current or calibrated scales."""
+    if recipe.lstrip().startswith("{"):
+        parsed = from_json(recipe)
+        return parsed is not None and not parsed.override_linear_precision[0]
+    if recipe == "stored":
+        return scales is not None or present(model_dir / SCALES)
+    return recipe != "bf16"
+
+
+def _tensors(model_dir: Path, config: AnyConfig) -> Iterator[_Tensor]:
+    """Yields the header entries of the tensors that are loaded."""
+    wrapped = is_wrapper(read_json(model_dir / "config.json", ModelError))
+    for path in _files(model_dir):
+        for key, entry in header_json(path).tensors.items():
+            name = text_tensor_name(key) if wrapped else key
+            if name is not None and key != "__metadata__" and not _is_omitted(name, config):
+                yield _Tensor(name, tensor_shape(path, key, entry), str(entry.get("dtype")))
+
+
+def _files(model_dir: Path) -> list[Path]:
+    """Returns the existing weight files. Errors in the index are reported when the model is loaded, not here."""
+    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if present(single) or not present(index):
+        return [single] if single.is_file() else []
+    weight_map = read_json(index, ModelError).get("weight_map")
+    names = {Path(str(name)).name for name in weight_map.values()} if isinstance(weight_map, dict) else set()
+    return [path for name in sorted(names) if (path := model_dir / name).is_file()]
+
+
+def _is_omitted(name: str, config: AnyConfig) -> bool:
+    """Whether the tensor is not loaded: it belongs to multi-token prediction, or is a head tied to the embedding."""
+    if not isinstance(config, ModelConfig):
+        return False
+    layer = _LAYER.match(name)
+    is_extra_layer = layer is not None and int(layer[1]) >= config.num_layers
+    return is_extra_layer or (config.tie_word_embeddings and name == HEAD)
+
+
+def _is_linear(tensor: _Tensor, config: AnyConfig) -> bool:
+    """Whether an FP8 recipe casts the tensor."""
+    is_matrix = len(tensor.shape) > 1 and min(tensor.shape) > 1
+    return is_matrix and config.vocab_size not in tensor.shape and _HIGH_PRECISION.search(tensor.name) is None

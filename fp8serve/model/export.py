@@ -29,6 +29,7 @@ from fp8serve.model.building import build_any_on_meta, transposed_linears
 from fp8serve.model.config.decoder import is_classifier, parse_any_config
 from fp8serve.model.config.encoder import is_encoder
 from fp8serve.model.config.mixture import needs_fp32
+from fp8serve.model.config.model_config import AnyConfig
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.formats import FORMATS
 from fp8serve.model.formats.interop import to_dequantizing_scale
@@ -36,13 +37,11 @@ from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
 from fp8serve.model.network.experts import router_names
 from fp8serve.model.storage.files import (
-    COPIED_FILES,
-    MAX_COPIED_FILE_BYTES,
     atomic_directory,
     check_absent,
     check_writable,
+    copied_files,
     encode_nonfinite,
-    read_file,
     read_json,
     write_json,
 )
@@ -84,7 +83,6 @@ def write_hf_directory(
     *,
     copy_files_from: Path | str | None = None,
     extra_files: ExtraFiles | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a high-precision Hugging Face directory with `config` as config.json and `weights` in its dtype.
 
@@ -92,18 +90,17 @@ def write_hf_directory(
         weights: tensors by parameter name; names that the architecture does not have are ignored
         copy_files_from: directory whose tokenizer and generation files are copied
         extra_files: content by file name, or a function that returns it for the complete temporary directory
-        max_shard_bytes: size of a safetensors file above which another one is begun
 
     Raises ModelError if `out` exists, or if a weight is missing or has another shape.
     """
-    dtype = _dtype(config)
-    transposed = transposed_linears(build_any_on_meta(parse_any_config(config)))
-    shapes = _parameter_shapes(config)
-    items = [_high_precision_item(name, shape, weights, dtype) for name, shape in shapes.items()]
+    parsed = parse_any_config(config)
+    model, dtype = build_any_on_meta(parsed), _dtype(parsed)
+    transposed, parameters = transposed_linears(model), model.named_parameters()
+    items = [_high_precision_item(name, tuple(p.shape), weights, dtype) for name, p in parameters]
     items = [_transpose_item(item) if item.owner in transposed else item for item in items]
     check_writable(Path(out), sum(item.size for item in items))
     with atomic_directory(Path(out)) as folder:
-        _write_model_files(folder, dict(config), items, copy_files_from, max_shard_bytes)
+        _write_model_files(folder, dict(config), items, copy_files_from, MAX_SHARD_BYTES)
         _write_extra_files(folder, extra_files)
 
 
@@ -179,9 +176,9 @@ class _Quantizer:
         self.weight_spec, self.input_spec = self.recipe.specs.linear["weight"], self.recipe.specs.linear["input"]
         self.weights, self.quantized, self.scales, self.format = weights, quantized, scales, format_
         self.matrices, self.from_file = matrices, from_file
-        self.dtype = _dtype(config)
-        self.shapes = _parameter_shapes(config)
-        model = build_any_on_meta(parse_any_config(config))
+        parsed = parse_any_config(config)
+        model, self.dtype = build_any_on_meta(parsed), _dtype(parsed)
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied parameters appear once
         self.transposed = transposed_linears(model)
         self.routers = router_names(model)  # vLLM quantizes routers of Qwen3-MoE that a configuration does not ignore
         self.linears = dict.fromkeys(name for name in model.linear_names() if name not in set(high_precision))
@@ -266,14 +263,8 @@ def _scale_dtype(spec: QuantSpec) -> torch.dtype:
     return torch.uint8 if spec.is_mx else SCALE_DTYPES[spec.scale_format]
 
 
-def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    return {"float32": torch.float32, "float16": torch.float16}.get(parse_any_config(config).dtype, torch.bfloat16)
-
-
-def _parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter of the architecture; tied parameters appear once."""
-    model = build_any_on_meta(parse_any_config(config))
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+def _dtype(config: AnyConfig) -> torch.dtype:
+    return {"float32": torch.float32, "float16": torch.float16}.get(config.dtype, torch.bfloat16)
 
 
 def _high_precision_item(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Item:
@@ -317,9 +308,8 @@ def _write_model_files(
 
 def _copy_files(source: Path, folder: Path) -> None:
     """Copies the tokenizer's files, generation defaults, licences and settings of sentence-transformers."""
-    for name in COPIED_FILES:
-        if is_regular_file(source / name):
-            (folder / name).write_bytes(read_file(source / name, MAX_COPIED_FILE_BYTES))
+    for name, content in copied_files(source):
+        (folder / name).write_bytes(content)
     for config in sorted((*source.glob("[0-9]_Pooling/config.json"), *source.glob("[0-9]_LogitScore/config.json"))):
         if is_regular_file(config):
             (folder / config.parent.name).mkdir()

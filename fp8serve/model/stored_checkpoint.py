@@ -278,12 +278,8 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
             f"{path}: config.json names {experts.count} experts in each of {len(experts.layers)} layers, and the files "
             f"hold only {len(shards)} tensors; config.json is wrong, or the checkpoint is incomplete."
         )
-    shards = dequantize_mx(shards, lambda module: _has_scheme(quantization, module))
+    shards = dequantize_mx(shards, lambda name: quantization is not None and quantization.find_scheme(name) is not None)
     return Checkpoint(path, config, shards, quantization, omitted_modules)
-
-
-def _has_scheme(quantization: Quantization | None, module: str) -> bool:
-    return quantization is not None and quantization.find_scheme(module) is not None
 
 
 def matrices_notes(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:

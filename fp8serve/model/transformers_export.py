@@ -39,16 +39,7 @@ from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.mixture import needs_fp32
 from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, check_scales, load_scales
-from fp8serve.model.storage.files import (
-    COPIED_FILES,
-    MAX_COPIED_FILE_BYTES,
-    check_absent,
-    decode_nonfinite,
-    encode_nonfinite,
-    read_file,
-    write_json,
-)
-from fp8serve.model.storage.opening import is_regular_file
+from fp8serve.model.storage.files import check_absent, copied_files, decode_nonfinite, encode_nonfinite, write_json
 from fp8serve.model.storage.shards import open_shards
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
@@ -157,14 +148,14 @@ def _write_small_files(folder: Path, model: nn.Module, config: Mapping[str, Any]
         tokenizer.save_pretrained(folder)
     else:
         source = tokenizer or getattr(model, "name_or_path", "")
-        files = [Path(source) / name for name in COPIED_FILES if source and is_regular_file(Path(source) / name)]
-        if not any(path.name.startswith("tokenizer") for path in files):
+        files = dict(copied_files(Path(source))) if source else {}
+        if not any(name.startswith("tokenizer") for name in files):
             raise ModelError(
                 f"There is no tokenizer in {str(source)!r}; pass the model's tokenizer, or its directory, as "
                 "tokenizer=."
             )
-        for path in files:
-            (folder / path.name).write_bytes(read_file(path, MAX_COPIED_FILE_BYTES))
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         (folder / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")

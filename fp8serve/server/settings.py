@@ -18,7 +18,7 @@ from fp8serve.logs import LogFormat
 from fp8serve.options import AUTO, About, check, http_address, options_of
 from fp8serve.server.named_models import NamedAdapter, NamedModel, check_name
 from fp8serve.server.output_parsers.output_format import OutputFormat, ReasoningFormat, ToolFormat
-from fp8serve.train.reporting import ReportTool, check_installed
+from fp8serve.train.events import ReportTool, check_installed
 
 TrainOn = Literal["refuse", "share", "pause"]
 Count = Annotated[int, Ge(1)]

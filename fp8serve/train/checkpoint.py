@@ -35,16 +35,8 @@ from torch import Tensor
 
 from fp8serve.errors import JobError
 from fp8serve.model.config.wrappers import read_text_config
-from fp8serve.model.storage.files import (
-    COPIED_FILES,
-    MAX_COPIED_FILE_BYTES,
-    atomic_directory,
-    fsync,
-    read_file,
-    read_json,
-    write_json,
-)
-from fp8serve.model.storage.opening import is_regular_file, open_member
+from fp8serve.model.storage.files import atomic_directory, copied_files, fsync, read_json, write_json
+from fp8serve.model.storage.opening import open_member
 from fp8serve.model.storage.shards import Shards, load_tensors, read_header, save_tensors, write_index
 
 VERSION = 1
@@ -191,8 +183,7 @@ def _remove(path: Path) -> None:
 def model_file_writer(source: Path) -> Callable[[Path], None]:
     """Returns a function that writes the tokenizer and the configuration (`training_config`) of `source` into a
     directory."""
-    contents = {n: read_file(source / n, MAX_COPIED_FILE_BYTES) for n in COPIED_FILES if is_regular_file(source / n)}
-    config = training_config(read_text_config(source))
+    contents, config = dict(copied_files(source)), training_config(read_text_config(source))
 
     def write(directory: Path) -> None:
         write_json(directory / "config.json", config)

@@ -56,7 +56,7 @@ class TrainConfig(GrpoOptions):
     it constant. With `packing="tokens"` a microbatch is filled to `batch_size * seq_len` tokens. Longer texts are split
     into windows of `seq_len`, longer conversations are truncated. The last step always writes a checkpoint. Chat
     templates receive `template_date` as the current date; in a server they receive the day of the request.
-    `on_divergence` concerns runs that made the model worse, which `train.validation` defines.
+    `on_divergence` concerns runs that made the model worse, which `train.run` defines.
 
     A run with `eval_data` and `eval_every` stops early after `patience` validations in a row without a new lowest loss.
     With `result="best"`, `out/model/` is made of the checkpoint with the lowest validation loss.
@@ -126,7 +126,6 @@ class TrainConfig(GrpoOptions):
 
     @property
     def data_limits(self) -> DataLimits:
-        """The limits of the data files."""
         return DataLimits(self.max_rows, self.max_row_bytes, self.max_data_bytes, self.max_data_memory)
 
     def usable_processes(self, count: int) -> int:

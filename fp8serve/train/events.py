@@ -1,4 +1,5 @@
-"""The events that a run reports, and the log that stores them. Events are flat JSON objects.
+"""The events that a run reports, the log that stores them, and the tools that get its metrics. Events are flat JSON
+objects.
 
 The terminal, the job's log and the HTTP routes use the same objects. Every event has `type`, `level` ("info", "warn" or
 "error") and `message`, a sentence for people. The types and their other fields are:
@@ -6,14 +7,14 @@ The terminal, the job's log and the HTTP routes use the same objects. Every even
     message      `code` is one of: data, rows_dropped, overlap, kept, widened, seeded, adapter, rank_too_large,
                  scales_observed, reference, resumed, sweep, checkpoint_broken, machine_changed, length_changed,
                  step_skipped, loss_spike, loss_risen, overflow, underflow, nonfinite, scale_jump (`train.health`),
-                 returned (`train.recovery`), diverged, stopped, exported, readers, tokenized, tokenized_lost,
+                 returned (`train.checkpointing`), diverged, stopped, exported, readers, tokenized, tokenized_lost,
                  report_lost, error
     metrics      step, total_steps, epoch, train_loss, the metrics of the method (train_mean_token_accuracy;
                  rewards/chosen, rewards/rejected, rewards/accuracies, rewards/margins, logps/chosen, logps/rejected;
                  reward, reward_std, completions/mean_length, clip_ratio/region_mean, kl, ...),
                  learning_rate, grad_norm, tokens_per_second, trained_tokens; after a return to an earlier checkpoint
-                 also returns (`train.recovery`); after a validation also valid_loss and the metrics of the method as
-                 valid_mean_token_accuracy, valid_rewards/chosen, ... A value that is not finite is null
+                 also returns (`train.checkpointing`); after a validation also valid_loss and the metrics of the method
+                 as valid_mean_token_accuracy, valid_rewards/chosen, ... A value that is not finite is null
     checkpoint   step, path, and the metrics of that step (train_loss, ...)
 
 `type`, `level` and `message` are those of an OpenAI fine-tuning job event; the other fields are its `data`.
@@ -23,7 +24,15 @@ on the disk before the next step starts, so that readers never see an event that
 crash removes an incomplete line, and does not log repeated steps again.
 
 The series of a run has one row for each reported step. It can be read as CSV or as curves. If a run returned to an
-earlier checkpoint, its log has some steps twice, and its series has each step once. This module needs no torch.
+earlier checkpoint, its log has some steps twice, and its series has each step once.
+
+    tensorboard   writes event files into out/tensorboard/; a restarted run replaces the metrics of repeated steps
+    wandb         continues one wandb run across restarts, with the id in out/wandb-id; the environment sets project,
+                  host and mode (WANDB_PROJECT, WANDB_BASE_URL, WANDB_MODE); the default project is "fp8serve"
+
+If a tool fails, for example because its disk is full or its server is down, it gets no more metrics, and an event says
+so. A tool never ends a run and never changes its results. Missing packages are detected before a run starts. This
+module imports no torch.
 """
 
 import csv
@@ -31,13 +40,21 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
-from fp8serve.errors import JobError, one_line
+from fp8serve.errors import JobError, MachineError, one_line
 from fp8serve.model.storage.files import fsync
 from fp8serve.model.storage.opening import open_member
+
+if TYPE_CHECKING:
+    from fp8serve.train.config import TrainConfig
+
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
@@ -174,3 +191,128 @@ def curves_of(series: Sequence[Metrics], names: Sequence[str] = ()) -> dict[str,
 def _points(series: Sequence[Metrics], name: str) -> Points:
     pairs = ((row.get("step"), row.get(name)) for row in series)
     return [(step, value) for step, value in pairs if isinstance(step, int | float) and isinstance(value, int | float)]
+
+
+ReportTool = Literal["tensorboard", "wandb"]
+PROJECT = "fp8serve"
+
+
+def require_package(name: str, reason: str, option: str) -> None:
+    """Raises MachineError if the package is not installed. Its message begins with the clause `reason`."""
+    if find_spec(name) is None:
+        raise MachineError(f"{reason}, which is not installed: pip install 'fp8serve[{name}]', or leave {option} out.")
+
+
+def check_optimizer_package(config: "TrainConfig") -> None:
+    """Raises MachineError if the optimizer states need torchao and it is not installed."""
+    if config.optimizer_states == "8bit":
+        require_package("torchao", "8-bit optimizer states need torchao", "optimizer_states")
+
+
+class TensorBoard:
+    """Writes metrics as TensorBoard event files."""
+
+    def __init__(self, config: "TrainConfig", first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(Path(config.out) / "tensorboard"), purge_step=first_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Writes metrics to Weights & Biases."""
+
+    def __init__(self, config: "TrainConfig", first_step: int) -> None:
+        import wandb  # type: ignore[import-not-found,unused-ignore]
+
+        out = Path(config.out)
+        project = os.environ.get("WANDB_PROJECT") or PROJECT
+        options = {"dir": str(out), "project": project, "config": config.identity(), "id": _wandb_id(out)}
+        self._run: Any = wandb.init(**options, resume="allow")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+Writer = TensorBoard | WeightsAndBiases
+WRITERS: dict[ReportTool, Callable[["TrainConfig", int], Writer]] = {
+    "tensorboard": TensorBoard, "wandb": WeightsAndBiases,
+}  # fmt: skip
+
+
+def check_installed(tools: Sequence[ReportTool]) -> None:
+    """Raises MachineError that names the first tool whose package is not installed."""
+    for tool in tools:
+        require_package(tool, f"Reporting to {tool} needs its package", "report_to")
+
+
+@contextmanager
+def reporting_to_tools(config: "TrainConfig", on_event: OnEvent) -> Iterator[OnEvent]:
+    """Yields a function that calls `on_event` and also sends metrics to the tools in `config.report_to`."""
+    if not config.report_to:
+        yield on_event
+        return
+    reporters = [_Reporter(tool, config, on_event) for tool in dict.fromkeys(config.report_to)]
+
+    def handle(event: Event) -> None:
+        on_event(event)
+        if event["type"] == "metrics":
+            for reporter in reporters:
+                reporter.report(event)
+
+    try:
+        yield handle
+    finally:
+        for reporter in reporters:
+            reporter.close()
+
+
+@dataclass
+class _Reporter:
+    """Sends metrics to one tool until the tool fails."""
+
+    tool: ReportTool
+    config: "TrainConfig"
+    on_event: OnEvent
+    writer: Writer | None = None
+    has_failed: bool = False
+
+    def report(self, event: Event) -> None:
+        if self.has_failed:
+            return
+        numbers = {name: value for name, value in event.items() if isinstance(value, int | float) and name != "step"}
+        try:
+            self.writer = self.writer or WRITERS[self.tool](self.config, event["step"])
+            self.writer.write(event["step"], numbers)
+        except Exception as problem:
+            self._handle_failure(problem)
+
+    def close(self) -> None:
+        try:
+            if self.writer is not None:
+                self.writer.close()
+        except Exception as problem:
+            self._handle_failure(problem)
+
+    def _handle_failure(self, problem: Exception) -> None:
+        self.has_failed = True
+        text = f"{self.tool} failed and gets no more metrics of this run: {type(problem).__name__}: {one_line(problem)}"
+        self.on_event(message("report_lost", text, level="warn"))
+
+
+def _wandb_id(out: Path) -> str:
+    """Returns the id of the wandb run, which all starts of this run share."""
+    path = out / "wandb-id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex, encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

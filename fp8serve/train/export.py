@@ -11,7 +11,7 @@ are read lazily, with one tensor in memory at a time.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fp8serve.fp8.recipe import Recipe, as_delayed
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, open_checkpoint
 from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.storage.files import atomic_directory, read_json
-from fp8serve.model.storage.shards import SAFE_WEIGHTS, load_tensors
+from fp8serve.model.storage.shards import SAFE_WEIGHTS, LazyTensors, load_tensors
 from fp8serve.train.checkpoint import require_complete
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.lora import write_adapter_files
@@ -97,26 +97,12 @@ def serving_scales(source: Path, recipe: Recipe | None, meta: Mapping[str, Any])
     )
 
 
-class _Bf16Weights(Mapping[str, Tensor]):
-    """A lazy view of FP32 masters, rounded to BF16."""
-
-    def __init__(self, masters: Mapping[str, Tensor]) -> None:
-        self._masters = masters
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._masters[name].to(torch.bfloat16)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._masters)
-
-    def __len__(self) -> int:
-        return len(self._masters)
-
-
 def _forward_weights(source: Path, config: TrainConfig) -> Mapping[str, Tensor]:
     """Returns the weights of the forward pass: FP32 if the model holds the masters, else BF16."""
     masters = open_checkpoint(source)
-    return masters if config.master_weights == "model" else _Bf16Weights(masters)
+    if config.master_weights == "model":
+        return masters
+    return LazyTensors(masters, lambda name: masters[name].to(torch.bfloat16))
 
 
 def main(arguments: list[str]) -> int:

@@ -23,7 +23,7 @@ from fp8serve.fp8.monitor import Monitor, Reading
 from fp8serve.fp8.stateful import Stateful
 from fp8serve.train.events import Event, OnEvent, message
 from fp8serve.train.forward import Forward
-from fp8serve.train.validation import MAX_LOSS_RISE
+from fp8serve.train.run import MAX_LOSS_RISE
 
 WINDOW = 16  # losses from which the limit for spikes follows
 FEW_LOSSES = 8  # with fewer losses, a spike must rise by three times as much

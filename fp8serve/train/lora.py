@@ -20,7 +20,7 @@ from fp8serve.model.adapters import write_adapter
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.config.linear_names import adaptable_linear_names, select_linears
+from fp8serve.model.config.model_config import adaptable_linear_names, select_linears
 from fp8serve.model.formats.peft import PeftConfig
 from fp8serve.train.config import TrainConfig
 
@@ -69,6 +69,5 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def write_adapter_files(folder: Path, config: TrainConfig, masters: Mapping[str, Tensor]) -> None:
-    """Writes the adapter's files from its masters."""
     linears = adaptable_linear_names(read_config(config.model))
     write_adapter(folder, config.model, peft_config(config), masters, linears, dropout=config.lora_dropout)

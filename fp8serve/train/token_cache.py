@@ -45,7 +45,6 @@ from fp8serve.train.methods.table import reader_of
 
 FOLDER = "tokenized"
 LIBRARIES = ("fp8serve", "tokenizers", "jinja2", "numpy", "pyarrow")
-CHUNK_BYTES = 1 << 20
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -169,14 +168,11 @@ def _content_digest(arrays: Mapping[str, npt.NDArray[Any]]) -> str:
 
 def _data_file_digest(path: Path) -> str:
     """Returns the SHA-256 of the file. Raises DataError if the file cannot be read."""
-    digest = hashlib.sha256()
     with open_file(path, MAX_DATA_BYTES, DataError) as file:
         try:
-            while chunk := file.read(CHUNK_BYTES):
-                digest.update(chunk)
+            return hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as problem:
             raise DataError(f"{path} cannot be read: {problem.strerror or problem}.") from None
-    return digest.hexdigest()
 
 
 def _tokenizer_file_digest(path: Path) -> str:

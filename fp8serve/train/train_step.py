@@ -14,7 +14,7 @@ only number whose addition changes nothing, not even the sign of a zero. Gradien
 holds only two buckets in addition to its gradients and its part of the sum.
 
 Gradients that are not finite are never applied. Such a step is skipped with an event and leaves the moments unchanged.
-Ten skipped steps in a row end the run, or make it return to an earlier checkpoint (`train.recovery`).
+Ten skipped steps in a row end the run, or make it return to an earlier checkpoint (`train.checkpointing`).
 """
 
 import math
@@ -37,8 +37,7 @@ from fp8serve.train.data import Item, Step
 from fp8serve.train.forward import Forward
 from fp8serve.train.methods.interface import Method
 from fp8serve.train.optimizer import Optimizer, learning_rate
-from fp8serve.train.run import TrainingRun
-from fp8serve.train.validation import DivergenceError, evaluate_run
+from fp8serve.train.run import DivergenceError, TrainingRun, evaluate_run
 
 if TYPE_CHECKING:
     from fp8serve.train.sharded.building import ShardedModel

@@ -1,4 +1,4 @@
-"""The training loop: it turns rows into checkpoints and one servable model.
+"""The training loop: it turns rows into checkpoints and one servable model. `finetune` is `fp8serve.finetune`.
 
 A run is a pure function of its configuration, its data and the machine's arithmetic. A checkpoint holds all state that
 one step passes to the next (`train.checkpoint`), and the data order is a function of (seed, epoch). A run that is
@@ -14,8 +14,8 @@ step (`train.train_step`), the validation rows and the reference scores. Only ra
 The bytes do not depend on the number of processes, so a run may resume with another number.
 
 The method defines the loss (`methods.interface`). The modules of the loop share a `TrainingRun` (`train.run`): steps
-(`train.train_step`), `train.validation`, `train.checkpointing`, and with on_divergence="return" `train.recovery`. A run
-fails if its model is worse at the end than at the start. Other problems are only reported (`train.health`).
+(`train.train_step`), and checkpoints and the recovery of a diverged run (`train.checkpointing`). A run fails if its
+model is worse at the end than at the start. Other problems are only reported (`train.health`).
 
 With delayed scaling, a base model without amax histories is first observed for one microbatch in high precision. At
 scale 1 most of a gradient would underflow in E5M2. The layers before it would receive zeros, so only one more layer
@@ -31,7 +31,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,38 +39,44 @@ from typing import Any, Literal
 
 import torch
 
-from fp8serve.errors import JobError
+from fp8serve.errors import DataError, JobError
 from fp8serve.model.compatibility import compatibility_notes
-from fp8serve.model.storage.files import acquire_lock, check_writable, read_json
+from fp8serve.model.device import resolve_device
+from fp8serve.model.storage.files import acquire_lock, atomic_file, check_writable, read_json
 from fp8serve.model.stored_checkpoint import open_checkpoint
+from fp8serve.model.text.chat_rows import non_json_value
+from fp8serve.options import AUTO
 from fp8serve.ranks import ALONE, Ranks
-from fp8serve.train import checkpoint, events, recovery, state
+from fp8serve.train import checkpoint, events, state
 from fp8serve.train.checkpointing import (
     Checkpointer,
+    config_after,
     identity_of,
     load_state,
+    recovery_configs,
     required_disk_bytes,
     resume,
+    return_to_good_checkpoint,
     with_template_date,
 )
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import iterate_steps
-from fp8serve.train.events import OnEvent
+from fp8serve.train.events import OnEvent, check_installed, check_optimizer_package, ignore, reporting_to_tools
 from fp8serve.train.export import export
 from fp8serve.train.health import Health
 from fp8serve.train.methods.interface import RunContext
-from fp8serve.train.reporting import check_installed, check_optimizer_package, reporting_to_tools
-from fp8serve.train.run import Progress, TrainingRun
-from fp8serve.train.setup import check_format, prepare
-from fp8serve.train.train_step import take_step
-from fp8serve.train.validation import (
+from fp8serve.train.run import (
     DivergenceError,
     Outcome,
+    Progress,
+    TrainingRun,
     check_divergence,
     evaluate_run,
     first_rows_loss,
     outcome_of,
 )
+from fp8serve.train.setup import check_format, prepare
+from fp8serve.train.train_step import take_step
 
 
 def initialize(run: TrainingRun) -> None:
@@ -178,7 +184,7 @@ class Trainer:
         check_installed(self.config.report_to)
         check_optimizer_package(self.config)
         may_recover = self.config.on_divergence == "return"
-        for config in recovery.recovery_configs(self.config) if may_recover else [self.config]:
+        for config in recovery_configs(self.config) if may_recover else [self.config]:
             check_format(config)
 
     def run(self, on_event: OnEvent = events.ignore, stop: Callable[[], bool] = lambda: False) -> TrainResult:
@@ -188,6 +194,10 @@ class Trainer:
         continue or made the model worse.
         """
         self.check()
+        return self.run_checked(on_event, stop)
+
+    def run_checked(self, on_event: OnEvent, stop: Callable[[], bool]) -> TrainResult:
+        """Does the same as `run`, for a caller that has called `check`."""
         with self.ranks.shared_errors():
             lock = self._take_lock() if self.ranks.is_first else nullcontext()
         reporting = reporting_to_tools(self.config, on_event) if self.ranks.is_first else nullcontext(events.ignore)
@@ -253,7 +263,7 @@ class _Attempt:
         self.health = Health(self.run.setup.forward, on_event, first_loss) if ranks.is_first else None
 
     def _load(self, job_config: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int) -> TrainingRun:
-        latest, config = self.checkpointer.latest, recovery.config_after(job_config, returns)
+        latest, config = self.checkpointer.latest, config_after(job_config, returns)
         if latest is None and not config.lora_rank:
             check_writable(Path(config.out), required_disk_bytes(open_checkpoint(config.model), config))
         setup = prepare(config, latest or Path(config.model), on_event, ranks)
@@ -299,7 +309,7 @@ class _Attempt:
     def return_to_good_checkpoint(self, reason: str) -> int:
         """Removes the checkpoints after the last good one. Returns the new number of returns."""
         is_repeated = self.is_after_return and self.run.progress.step <= self.first_step
-        return recovery.return_to_good_checkpoint(self.run, self.checkpointer, reason, is_repeated=is_repeated)
+        return return_to_good_checkpoint(self.run, self.checkpointer, reason, is_repeated=is_repeated)
 
     def _is_patience_exhausted(self) -> bool:
         run = self.run
@@ -349,3 +359,74 @@ class _Attempt:
             model=model,
             seconds=time.monotonic() - self.start_time,
         )
+
+
+Data = str | Path | Sequence[str | Path | Mapping[str, Any]]
+"""A file, several files, or rows: dicts such as `{"prompt": ..., "completion": ...}` or `{"messages": [...]}`."""
+
+
+def finetune(
+    model_dir: Path | str,
+    *,
+    data: Data,
+    out: Path | str,
+    eval_data: Data = (),
+    on_event: OnEvent = ignore,
+    stop: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> TrainResult:
+    """Fine-tunes the Hugging Face model in `model_dir` in FP8, and writes the servable result to `out/model`.
+
+    The same call again resumes from the newest checkpoint in `out`.
+
+    Args:
+        model_dir: A model in high precision or in FP8. Training starts from the scales of an FP8 model.
+        data: Files or rows to train on (docs/data.md). Rows are written into `out` as JSON lines.
+        out: The output directory.
+        eval_data: Files or rows for validation.
+        on_event: A function that receives every event, a dict with `type` and `message`: losses, checkpoints, warnings.
+        stop: A function that is called between steps. If it returns True, the run ends after a checkpoint, with the
+            status "stopped".
+        options: The other fields of `TrainConfig`, such as `recipe="rowwise"` or `lora_rank=8`. The device is a GPU if
+            there is one that fits the model, unless `device` says otherwise.
+
+    Returns the last metrics, the newest checkpoint and the model's directory. Raises ModelError, DataError, RecipeError
+    or ScalesError for an invalid input, and JobError for an invalid option or a run that diverged.
+    """
+    out = Path(out)
+    data_files, data_rows = _files_and_rows(data, out / "data.jsonl")
+    eval_files, eval_rows = _files_and_rows(eval_data, out / "eval_data.jsonl")
+    options["device"] = resolve_device(options.get("device", AUTO), Path(model_dir))
+    config = TrainConfig.from_dict(
+        {"model": str(model_dir), "out": str(out), "data": data_files, "eval_data": eval_files, **options}
+    )
+    trainer = Trainer(config)
+    trainer.check()
+    for rows, files in ((data_rows, data_files), (eval_rows, eval_files)):
+        if rows:
+            _write_rows(rows, Path(files[0]))
+    return trainer.run_checked(on_event, stop)
+
+
+def _files_and_rows(data: Data, path: Path) -> tuple[list[str], Sequence[Any]]:
+    """Returns the files of `data` and no rows, or `path` and the rows of `data`, which must be written there."""
+    if isinstance(data, str | Path):
+        return [str(data)], ()
+    items = list(data)
+    if all(isinstance(item, str | Path) for item in items):
+        return [str(item) for item in items], ()
+    if not all(isinstance(item, Mapping) for item in items):
+        raise DataError("Data are files or rows (dicts), not a mixture of both.")
+    return [str(path)], items
+
+
+def _write_rows(rows: Iterable[Any], path: Path) -> None:
+    """Writes rows to a file atomically. Raises DataError that names a row that is not JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as new, new.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows, 1):
+            try:
+                file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+            except (TypeError, ValueError, RecursionError):
+                value = non_json_value(dict(row)) or "a list or an object that contains itself"
+                raise DataError(f"Row {number} cannot be written as JSON: it contains {value}.") from None

@@ -33,7 +33,7 @@ def loaded(model_dir: Path) -> tuple[Decoder, dict[str, Linear], list[Batch]]:
 def inputs(decoder: Decoder, linears: dict[str, Linear], batches: list[Batch], name: str) -> torch.Tensor:
     """Returns all inputs of a linear, [tokens, K]."""
     tensors: list[torch.Tensor] = []
-    with forward_hooks({name: linears[name]}, lambda _: lambda module, args, out: tensors.append(args[0])):
+    with forward_hooks({name: linears[name]}, lambda name, module, args, out: tensors.append(args[0])):
         for batch in batches:
             forward(decoder, batch)
     return torch.cat(tensors)

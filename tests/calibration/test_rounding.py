@@ -66,7 +66,7 @@ def test_weights_are_fitted_to_quantized_inputs(model_dir: Path) -> None:
     layer = FrozenLinear.from_linear(linears[name], DelayedScaling(), torch.tensor(448.0), torch.tensor(1.0))
     product = _products_of(stream, 0, linears, {name: layer})[name]
     inputs: list[Tensor] = []
-    with forward_hooks({name: linears[name]}, lambda _: lambda linear, args, out: inputs.append(args[0])):
+    with forward_hooks({name: linears[name]}, lambda name, linear, args, out: inputs.append(args[0])):
         stream.run(0)
     x = inputs[0].float()
     assert x.abs().max() > 1

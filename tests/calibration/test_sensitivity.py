@@ -41,9 +41,7 @@ def measured(model_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
         tally = TokenTally()
         for batch in batches.held_out:
             exact = forward(decoder, batch)
-            with forward_hooks(
-                {name: linears[name]}, lambda n: lambda linear, args, out: freeze(n, linears[n])(args[0])
-            ):
+            with forward_hooks({name: linears[name]}, lambda n, linear, args, out: freeze(n, linears[n])(args[0])):
                 add_logits(tally, batch.targets, (decoder, forward(decoder, batch)), (decoder, exact))
         return tally.quality(compared=True).kl_divergence or 0.0
 

@@ -12,8 +12,7 @@ import transformers
 from fp8serve.errors import ModelError
 from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.config.families import FAMILIES
-from fp8serve.model.config.latent_attention import LatentSizes
-from fp8serve.model.config.model_config import ModelConfig
+from fp8serve.model.config.model_config import LatentSizes, ModelConfig
 from fp8serve.model.config.reader import is_harmless
 from tests.model.oracle import REQUIRED
 from tests.model.published import CONFIGS

@@ -10,7 +10,7 @@ import transformers
 
 from fp8serve.engine.embedding import Embedder
 from fp8serve.errors import ModelError, RequestError
-from fp8serve.model.checkpoint import load_encoder, open_checkpoint
+from fp8serve.model.checkpoint import load_any_servable, open_checkpoint
 from fp8serve.model.network.encoder import gelu
 from fp8serve.model.network.pooling import Pooling, read_pooling
 from tests.model.encoders import BERT, FAMILIES, MODERN, ids_of, make, pooled, randomized
@@ -23,7 +23,7 @@ def test_hidden_states_are_transformers_bit_for_bit(
     tmp_path: Path, config: transformers.PretrainedConfig, dtype: torch.dtype
 ) -> None:
     make(tmp_path / "m", config)
-    ours = load_encoder(tmp_path / "m", "bf16", dtype=dtype)
+    ours = load_any_servable(tmp_path / "m", "bf16", dtype=dtype)
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "m", dtype=dtype).eval()
     for length in (1, 7, 30):
         ids = ids_of(length)
@@ -37,9 +37,9 @@ def test_the_second_text_of_a_pair_has_its_own_segment(tmp_path: Path) -> None:
     ids, segments = ids_of(9), torch.tensor([0] * 5 + [1] * 4)
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "m", dtype=torch.bfloat16).eval()
     expected = theirs(input_ids=ids[None], token_type_ids=segments[None]).last_hidden_state[0]
-    actual = load_encoder(tmp_path / "m", "bf16")(ids, [9], segments)
+    actual = load_any_servable(tmp_path / "m", "bf16")(ids, [9], segments)
     assert torch.equal(actual, expected)
-    assert not torch.equal(actual, load_encoder(tmp_path / "m", "bf16")(ids, [9]))
+    assert not torch.equal(actual, load_any_servable(tmp_path / "m", "bf16")(ids, [9]))
 
 
 def test_a_file_that_was_saved_with_a_head_is_the_same_model(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_unsupported_configurations_are_refused(tmp_path: Path, change: dict[str
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ModelError, match=words):
-        load_encoder(tmp_path / "m", "bf16")
+        load_any_servable(tmp_path / "m", "bf16")
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ def test_the_published_layout_of_modernbert_is_read(tmp_path: Path) -> None:
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "m", dtype=torch.bfloat16).eval()
     ids = ids_of(30)
     expected = theirs(input_ids=ids[None], attention_mask=torch.ones(1, 30)).last_hidden_state[0]
-    assert torch.equal(load_encoder(tmp_path / "m", "bf16")(ids, [30]), expected)
+    assert torch.equal(load_any_servable(tmp_path / "m", "bf16")(ids, [30]), expected)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_unsupported_modernbert_configurations_are_refused(tmp_path: Path, chang
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ModelError, match=f"{next(iter(change))}|architecture"):
-        load_encoder(tmp_path / "m", "bf16")
+        load_any_servable(tmp_path / "m", "bf16")
 
 
 def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:

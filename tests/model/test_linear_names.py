@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8serve.model.building import build_on_meta, transposed_linears
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.config.linear_names import adaptable_linear_names
+from fp8serve.model.config.model_config import adaptable_linear_names
 from tests.compatibility.cases import make
 
 FAMILIES = ["llama", "phi3", "apertus", "mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "glm4_moe"]
@@ -19,7 +19,7 @@ ROUTERS = (".gate", ".router", ".shared_expert_gate")
 WITHOUT_TORCH = """
 import json, sys
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.config.linear_names import adaptable_linear_names
+from fp8serve.model.config.model_config import adaptable_linear_names
 names = adaptable_linear_names(read_config(sys.argv[1]))
 print(json.dumps([names, "torch" in sys.modules]))
 """

@@ -19,6 +19,7 @@ from fp8serve.model.adapters import read_adapter
 from fp8serve.model.checkpoint import kv_scales, open_checkpoint
 from fp8serve.model.config.decoder import read_any_config
 from fp8serve.model.config.modules_json import read_modules
+from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.formats.scales import load_scales
 from fp8serve.model.network.pooling import read_pooling
 from fp8serve.model.storage.files import COPIED_FILES
@@ -26,7 +27,6 @@ from fp8serve.model.storage.headers import require_finite
 from fp8serve.model.storage.opening import open_file, open_member, real_path
 from fp8serve.model.storage.shards import open_shards, read_header
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.model.weight_memory import estimate_weight_memory
 from fp8serve.train.checkpointing import model_digest
 from tests.tiny import write_tiny_model
 
@@ -233,10 +233,9 @@ OTHERS = {
     "engine/client.py": "/proc",
     "processes.py": "/proc",
     "engine/grammar.py": "the engine's own temporary file",
-    "train/events.py": "writes",
-    "train/finetune.py": "writes",
+    "train/events.py": "writes, and wandb's id, which the run wrote",
     "train/group.py": "the run's own processes",
-    "train/reporting.py": "wandb's id, which the run wrote",
+    "train/trainer.py": "the rows of `finetune`, which it writes",
     "train/token_cache.py": "what the run wrote itself, by its digest; sources of this program",
     "train/methods/grpo/grading.py": "an address",
     "model/network/norms.py": "an embedding from a tensor",

@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8serve.fp8.recipe import HeadDtype, Recipe, from_name
 from fp8serve.model.checkpoint import load_any_servable, load_servable
-from fp8serve.model.weight_memory import estimate_weight_memory
+from fp8serve.model.device import estimate_weight_memory
 from tests.compatibility.cases import NAMES, make
 
 from . import checkpoints, encoders

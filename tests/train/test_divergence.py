@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8serve.train.validation import MAX_LOSS_RISE, Outcome
+from fp8serve.train.run import MAX_LOSS_RISE, Outcome
 
 NAN, INF = float("nan"), float("inf")
 

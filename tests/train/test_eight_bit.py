@@ -12,7 +12,6 @@ from torch import nn
 
 from fp8serve.errors import JobError, MachineError
 from fp8serve.model.config.decoder import read_config
-from fp8serve.train import reporting
 from fp8serve.train.memory import memory_estimate
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.trainer import Trainer
@@ -24,7 +23,7 @@ needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao
 
 
 def test_without_torchao_an_error_names_the_extra(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "find_spec", lambda name: None)
+    monkeypatch.setattr("fp8serve.train.events.find_spec", lambda name: None)
     config = configure(optimizer_states="8bit")
     for call in (lambda: Trainer(config).run(), lambda: validate(config)):
         with pytest.raises(MachineError, match=r"need torchao, .* pip install 'fp8serve\[torchao\]'"):

@@ -10,7 +10,7 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import MAX_MARGIN
-from fp8serve.train import checkpoint, job_process, recovery, train_step
+from fp8serve.train import checkpoint, checkpointing, job_process, train_step
 from fp8serve.train.trainer import Trainer
 
 from .conftest import Configure
@@ -66,8 +66,8 @@ def test_returning_to_a_checkpoint_changes_only_margin_and_scales(
     config = configure(**RETURN)
     Trainer(config).run(stop=after(4))
     scaling = checkpoint.read_checkpoint(Path(config.out) / "checkpoints" / "step-4").scaling
-    now = recovery.config_after(config, 1)
-    scaled = recovery.convert_scaling(scaling, config, now)
+    now = checkpointing.config_after(config, 1)
+    scaled = checkpointing.convert_scaling(scaling, config, now)
     assert (config.recipe_options, now.recipe_options) == ({}, {"margin": 2})
     for name, tensor in scaling.items():
         assert torch.equal(scaled[name], tensor / 4 if name.endswith(".scale") else tensor)
@@ -187,12 +187,12 @@ def test_options_under_which_a_run_cannot_return_are_refused(
 
 def test_recovery_configs_lists_the_tries_in_order(configure: Configure) -> None:
     def tries(**options: Any) -> list[str]:
-        return [recovery.describe_scaling(c) for c in recovery.recovery_configs(configure(**options))]
+        return [checkpointing.describe_scaling(c) for c in checkpointing.recovery_configs(configure(**options))]
 
     assert tries() == ["margin 0", "margin 2", "current scaling"]
     assert tries(recipe_options={"margin": MAX_MARGIN - 1}) == ["margin 7", "margin 8", "current scaling"]
     assert tries(recipe_options={"margin": MAX_MARGIN}) == ["margin 8", "current scaling"]
     assert tries(recipe="block") == ["block scaling"]
     kept_options = {"fp8_dpa": True, "interval": 2, "power_2_scale": True, "amax_compute_algo": "most_recent"}
-    current = recovery.config_after(configure(recipe_options=kept_options), 9)
+    current = checkpointing.config_after(configure(recipe_options=kept_options), 9)
     assert (current.recipe_options, current.amax_history_len) == ({"fp8_dpa": True}, None)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import MachineError
-from fp8serve.train import reporting
-from fp8serve.train.reporting import reporting_to_tools
+from fp8serve.train.events import reporting_to_tools
 from fp8serve.train.trainer import Trainer
 
 from .conftest import Configure
@@ -53,7 +52,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Calls:
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(reporting, "find_spec", lambda name: name)
+    monkeypatch.setattr("fp8serve.train.events.find_spec", lambda name: name)
     return calls
 
 
@@ -107,7 +106,7 @@ def test_a_failing_tool_is_dropped_and_changes_no_byte_of_the_run(
 def test_a_missing_package_is_reported_before_the_run_starts(
     tool: str, configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporting, "find_spec", lambda name: None)
+    monkeypatch.setattr("fp8serve.train.events.find_spec", lambda name: None)
     config = configure(report_to=[tool])
     with pytest.raises(MachineError, match=rf"pip install 'fp8serve\[{tool}\]'"):
         Trainer(config).run()

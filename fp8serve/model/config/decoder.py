@@ -9,6 +9,7 @@ Omitted keys have the defaults of transformers' config class for the architectur
 """
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,13 +20,11 @@ from typing import Any
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.config.encoder import ENCODERS, HEAD_KEYS, is_encoder, parse_encoder_config, read_head
-from fp8serve.model.config.families import FAMILIES
-from fp8serve.model.config.family import SHARED, Family
-from fp8serve.model.config.latent_attention import latent_attention_fields, read_latent_sizes
+from fp8serve.model.config.families import FAMILIES, SHARED, Family
 from fp8serve.model.config.mixture import read_experts
-from fp8serve.model.config.model_config import Activation, AnyConfig, ModelConfig, TransformersClass
+from fp8serve.model.config.model_config import Activation, AnyConfig, LatentSizes, ModelConfig, TransformersClass
 from fp8serve.model.config.reader import HONOURED, Reader, is_harmless, read_dtype, token_ids, unknown_key_error
-from fp8serve.model.config.rope import layer_ropes, query_scaling, rotary_dim
+from fp8serve.model.config.rope import layer_ropes, query_scaling, rotary_dim, yarn_parameters
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.storage.files import present, read_optional_json
 from fp8serve.processes import module_command
@@ -110,8 +109,10 @@ def parse_config(
     _refuse_unknown(raw, family, where)
     get = Reader(raw, family, where)
     layers, max_len = get.positive("num_hidden_layers"), get.positive("max_position_embeddings")
-    windows, latent = _windows(get, layers, where), read_latent_sizes(get)
-    attention = latent_attention_fields(get, latent) if latent else _attention_fields(get, _head_dim(get, where), where)
+    windows, latent = _windows(get, layers, where), _latent_sizes(get)
+    attention = (
+        _latent_attention_fields(get, latent) if latent else _attention_fields(get, _head_dim(get, where), where)
+    )
     head_dim = attention["head_dim"]
     num_rotated = latent.rope if latent else rotary_dim(get, head_dim)
     parallel = get.boolean("use_parallel_residual") if family.parallel is None else family.parallel
@@ -215,6 +216,43 @@ def _attention_fields(get: Reader, head_dim: int, where: str) -> dict[str, Any]:
         "qk_norm_weight": family.qk_norm or "shared",
         "softmax_scale": _softmax_scale(get, head_dim),
         "attention_softcap": get.optional_number("attn_logit_softcapping"),
+    }
+
+
+def _latent_sizes(get: Reader) -> LatentSizes | None:
+    """Returns the sizes in config.json, or None if the family has no latent attention."""
+    if not get.family.latent:
+        return None
+    latent = LatentSizes(
+        None if get("q_lora_rank") is None else get.positive("q_lora_rank"),
+        get.positive("kv_lora_rank"),
+        get.positive("qk_nope_head_dim"),
+        get.positive("qk_rope_head_dim"),
+        get.positive("v_head_dim"),
+    )
+    for key, size in {"kv_lora_rank": latent.rank, "qk_rope_head_dim": latent.rope}.items():
+        if size % 2:
+            raise get.unexpected(key, size, "an even number")
+    for key, size in {"qk_head_dim": latent.nope + latent.rope, "head_dim": latent.rope}.items():
+        if get.raw.get(key) not in (None, size):
+            raise get.unexpected(key, get.raw[key], str(size))
+    return latent
+
+
+def _latent_attention_fields(get: Reader, latent: LatentSizes) -> dict[str, Any]:
+    """Returns the `ModelConfig` fields. All heads share one key: a token's latent vector and its rotated elements."""
+    heads, bias = get.positive("num_attention_heads"), get.boolean("attention_bias")
+    factor, mscale = yarn_parameters(get)
+    yarn_scale = 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return {
+        "num_heads": heads,
+        "num_kv_heads": 1,
+        "head_dim": latent.rank + latent.rope,
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "qk_norm": False,
+        "softmax_scale": float((latent.nope + latent.rope) ** -0.5 * yarn_scale * yarn_scale),
+        "latent": latent,
     }
 
 

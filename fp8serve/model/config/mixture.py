@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config.family import MixtureNames
+from fp8serve.model.config.families import MixtureNames
 from fp8serve.model.config.reader import Reader
 
 CORRECTION = "e_score_correction_bias"  # the router's parameter that balances the experts' load

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from fp8serve.errors import Fp8ServeError, ModelError, shown
-from fp8serve.model.config.family import Family
+from fp8serve.model.config.families import Family
 
 T = TypeVar("T")
 

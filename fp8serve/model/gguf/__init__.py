@@ -33,7 +33,7 @@ def convert(path: Path | str, out: Path | str) -> None:
     """
     from fp8serve.model.export import write_hf_directory
     from fp8serve.model.gguf.families import layout_of
-    from fp8serve.model.gguf.model import ROPE_FACTORS, Weights, hf_config
+    from fp8serve.model.gguf.model import ROPE_FACTORS, hf_config, read_weights
     from fp8serve.model.gguf.reader import GgufFile
     from fp8serve.model.gguf.tokenizer import tokenizer_files
 
@@ -42,7 +42,7 @@ def convert(path: Path | str, out: Path | str) -> None:
     file = GgufFile(Path(path))
     config = hf_config(file)
     layout = layout_of(file)
-    weights = Weights(file, layout, config, (ROPE_FACTORS, *layout.tensors))
+    weights = read_weights(file, layout, config, (ROPE_FACTORS, *layout.tensors))
     write_hf_directory(out, config, weights, extra_files=tokenizer_files(file))
 
 

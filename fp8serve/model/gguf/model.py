@@ -11,7 +11,7 @@ file than in Hugging Face. Qwen's rows have Hugging Face's order.
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from fp8serve.model.config.rope import Rope
 from fp8serve.model.gguf.families import RMS_EPS, Layout, dequantize, layout_of, to_decimal
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.network.rotary import inverse_frequencies
+from fp8serve.model.storage.shards import LazyTensors
 
 ROPE_FACTORS = "rope_freqs.weight"
 SIZES = {
@@ -198,46 +199,38 @@ def hf_name(name: str, names: Mapping[str, str]) -> str | None:
     return hf_part if layer is None else f"model.layers.{int(layer)}.{hf_part}"
 
 
-class Weights(Mapping[str, Tensor]):
-    """The model's tensors by Hugging Face name: BF16, or FP32 for parameters with `needs_fp32`.
+def read_weights(
+    file: GgufFile, layout: Layout, config: Mapping[str, Any], ignored: Collection[str]
+) -> Mapping[str, Tensor]:
+    """Returns the model's tensors by Hugging Face name: BF16, or FP32 for parameters with `needs_fp32`.
 
     `config` is config.json. The tensors `ignored` are not read. Raises ModelError if the file has an unknown tensor.
     """
+    loaders: dict[str, Callable[[], Tensor]] = {}
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    for name, tensor in file.tensors.items():
+        if name in ignored:
+            continue
+        target = hf_name(name, layout.names)
+        if target is None:
+            raise ModelError(f"{file.path} holds the tensor {shown(name)}, which no supported model has.")
+        if "{}" in target:  # a stack of experts
+            experts = range(int(tensor.shape[-1]))
+            loaders |= {target.format(e): partial(dequantize, tensor, expert=e) for e in experts}
+        else:
+            loaders[target] = partial(_read_weight, target, tensor, layout, heads)
+    loaders = join_kv_b(loaders)
+    return LazyTensors(loaders, lambda name: loaders[name]())
 
-    def __init__(self, file: GgufFile, layout: Layout, config: Mapping[str, Any], ignored: Collection[str]) -> None:
-        self._loaders: dict[str, Callable[[], Tensor]] = {}
-        self._layout = layout
-        self._heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
-        for name, tensor in file.tensors.items():
-            if name in ignored:
-                continue
-            target = hf_name(name, layout.names)
-            if target is None:
-                raise ModelError(f"{file.path} holds the tensor {shown(name)}, which no supported model has.")
-            if "{}" in target:  # a stack of experts
-                experts = range(int(tensor.shape[-1]))
-                self._loaders |= {target.format(e): partial(dequantize, tensor, expert=e) for e in experts}
-            else:
-                self._loaders[target] = partial(self._dequantize, target, tensor)
-        self._loaders = join_kv_b(self._loaders)
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._loaders[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._loaders)
-
-    def __len__(self) -> int:
-        return len(self._loaders)
-
-    def _dequantize(self, name: str, tensor: Any) -> Tensor:
-        if self._layout.norms_include_one and name.endswith("norm.weight"):
-            return (dequantize(tensor, torch.float32) - 1).to(torch.bfloat16)
-        weight = dequantize(tensor, torch.float32 if needs_fp32(name) else torch.bfloat16)
-        match = QK_PROJECTION.fullmatch(name) if self._layout.interleaved else None
-        if name.endswith(_SHARED_GATE):  # llama.cpp's converter drops dimensions of size 1
-            return weight.reshape(1, -1)
-        return weight if match is None else deinterleave(weight, self._heads[match[1]])
+def _read_weight(name: str, tensor: Any, layout: Layout, heads: Mapping[str, int]) -> Tensor:
+    if layout.norms_include_one and name.endswith("norm.weight"):
+        return (dequantize(tensor, torch.float32) - 1).to(torch.bfloat16)
+    weight = dequantize(tensor, torch.float32 if needs_fp32(name) else torch.bfloat16)
+    match = QK_PROJECTION.fullmatch(name) if layout.interleaved else None
+    if name.endswith(_SHARED_GATE):  # llama.cpp's converter drops dimensions of size 1
+        return weight.reshape(1, -1)
+    return weight if match is None else deinterleave(weight, heads[match[1]])
 
 
 def join_kv_b(loaders: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:

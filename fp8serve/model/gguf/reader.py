@@ -56,7 +56,6 @@ class GgufFile:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of the metadata."""
         return [key for key in self._fields if not key.startswith("GGUF.")]
 
     def value(self, key: str) -> Any:

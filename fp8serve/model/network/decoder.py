@@ -27,11 +27,16 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.stacked import StackedExperts
-from fp8serve.model.config.linear_names import attention_linear_groups, experts_of, linear_names, mlp_linear_groups
-from fp8serve.model.config.model_config import ModelConfig
+from fp8serve.model.config.model_config import (
+    ModelConfig,
+    attention_linear_groups,
+    experts_of,
+    linear_names,
+    mlp_linear_groups,
+)
 from fp8serve.model.network.experts import Mixture
 from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_mlp, add_projection, forward_of
-from fp8serve.model.network.latent_attention import LatentAttention
+from fp8serve.model.network.latent_attention import CachedAttention, LatentAttention
 from fp8serve.model.network.norms import make_embedding, make_head_norm, make_norm
 from fp8serve.model.network.rotary import Attend, Heads, HeadsProduct, PositionEmbedding, Rotary, Rotation
 
@@ -95,7 +100,7 @@ def make_attend(attention: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> A
     return attend
 
 
-class Attention(nn.Module):
+class Attention(CachedAttention):
     """Grouped-query attention with rotary position. The caller's `attend` computes the attention itself."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -116,32 +121,13 @@ class Attention(nn.Module):
         sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
         self.register_parameter("sinks", sinks)
 
-    def forward(
-        self,
-        x: Tensor,
-        norm: nn.Module | None,
-        position: PositionEmbedding,
-        attend: Attend,
-        transform: OutputTransform,
-        output_rows: Tensor | None = None,
-    ) -> Tensor:
-        """Returns x + transform(attention over norm(x)), [T, hidden], or only its rows `output_rows` [R]."""
-        output = attend(self.layer, self.heads(x, norm, position), position.rotation, output_rows)
-        if output_rows is not None:
-            x = x[output_rows]
-            if x.size(0) == 0:
-                return x
-        return self.add_output(x, output, transform)
-
     def add_output(self, x: Tensor, output: Tensor, transform: OutputTransform) -> Tensor:
-        """Returns x + transform(o_proj(output)), [T, hidden], for the output of attention [T, heads, head_dim]."""
         return add_projection(x, self._modules["o_proj"], output.reshape(x.size(0), -1), transform)  # type: ignore[arg-type]
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
         yield from (*self.qkv.matrices(), self.o_proj)
 
     def heads(self, x: Tensor, norm: nn.Module | None, position: PositionEmbedding) -> Heads:
-        """Returns the queries, keys and values of norm(x [T, hidden]), before their rotation."""
         tokens, head_dim = x.size(0), self.head_dim
         q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]
         if q_norm is None and position.order is None and position.query_scale is None:

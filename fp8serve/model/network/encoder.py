@@ -1,9 +1,12 @@
-"""The bidirectional transformer with learned positions: BERT and RoBERTa.
+"""The bidirectional transformers: BERT and RoBERTa with learned positions, and ModernBERT.
 
 As in the decoder, sequences are concatenated without padding, [tokens, hidden], and names are those of Hugging Face
 checkpoints (`encoder.layer.0.attention.self.query.weight`). There is no cache. Every sequence attends only to itself,
 and norms and activations give a row the same bits at any index. A text's vectors are therefore independent of the other
 texts, if the rows of the linear layers are.
+
+ModernBERT has pre-norms, gated MLPs, rotary position, no biases, and layers with a local attention window. As in
+transformers, cos and sin are rounded to the weights' dtype, and queries and keys are rotated in FP32 and rounded once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -192,3 +195,109 @@ def _table(kind: EncoderActivation) -> Tensor:
     """Returns BF16 [65536]: GELU of each number, indexed by the number's bits."""
     with torch.inference_mode(False):
         return F.gelu(torch.arange(2**16).to(torch.int16).view(torch.bfloat16), approximate=_APPROXIMATE[kind])
+
+
+class ModernEmbeddings(nn.Module):
+    """ModernBERT: the normalized embedding of a token."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.tok_embeddings = make_embedding(config.vocab_size, config.hidden_size)
+        self.norm = _norm(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(self.tok_embeddings(ids))  # type: ignore[no-any-return]
+
+
+class ModernAttention(nn.Module):
+    """ModernBERT: attention of every token to all tokens of its sequence, or to those within a window around it."""
+
+    def __init__(self, config: EncoderConfig, layer: int) -> None:
+        super().__init__()
+        self.head_dim, self.window = config.head_dim, config.layer_windows[layer]
+        self.theta = config.layer_thetas[layer]
+        self.Wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.Wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        qkv = torch.split(self.Wqkv(x).view(len(x), 3, -1, self.head_dim), list(lengths))
+        return self.Wo(torch.cat([self._attention(part) for part in qkv]).flatten(1))  # type: ignore[no-any-return]
+
+    def _attention(self, qkv: Tensor) -> Tensor:
+        """Returns the attention of one sequence [length, 3, heads, head_dim]."""
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv.unbind(1))
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=q.device) / self.head_dim
+        half = torch.arange(len(qkv), device=q.device).float()[:, None] * (1.0 / self.theta**exponents)
+        angles = torch.cat((half, half), 1)
+        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        return F.scaled_dot_product_attention(q, k, v, self._mask(len(qkv), q.device)).squeeze(0).transpose(0, 1)
+
+    def _mask(self, length: int, device: torch.device) -> Tensor | None:
+        """Returns the attention mask, bool [length, length], or None if every token attends to all tokens."""
+        if self.window is None or length <= self.window + 1:
+            return None
+        positions = torch.arange(length, device=device)
+        return (positions[:, None] - positions).abs() <= self.window
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, -1)
+    return (x.float() * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
+
+
+class ModernMLP(nn.Module):
+    """ModernBERT: the gated MLP Wo(gelu(x) * gate), where Wi computes x and gate."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.Wi = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.Wo = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = config.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, gate = self.Wi(x).chunk(2, -1)
+        return self.Wo(gelu(x, self.activation) * gate)  # type: ignore[no-any-return]
+
+
+class ModernLayer(nn.Module):
+    """One encoder layer: x = x + attention(norm(x)), then x = x + ModernMLP(norm(x)).
+
+    The first layer has no norm before attention, because the embedding is normalized already.
+    """
+
+    def __init__(self, config: EncoderConfig, layer: int) -> None:
+        super().__init__()
+        self.attn_norm = _norm(config) if layer else nn.Identity()
+        self.attn, self.mlp_norm, self.mlp = ModernAttention(config, layer), _norm(config), ModernMLP(config)
+
+    def forward(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), lengths)
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class ModernEncoder(Encoder):
+    """The ModernBERT model, with the interface of `Encoder`."""
+
+    layer_prefix = "layers"
+    linears_of_layer = ("attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo")
+
+    def _add_layers(self, config: EncoderConfig) -> None:
+        self.embeddings = ModernEmbeddings(config)
+        self.layers = nn.ModuleList(ModernLayer(config, layer) for layer in range(config.num_layers))
+        self.final_norm = _norm(config)
+
+    def apply_final_norm(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.final_norm(x))
+
+    def embed(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
+        """Returns the input of the first layer, [T, hidden]. ModernBERT ignores `segments`."""
+        return cast(Tensor, self.embeddings(ids))
+
+
+def _norm(config: EncoderConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, config.layer_norm_eps, bias=False)
+
+
+def encoder_class(config: EncoderConfig) -> type[Encoder]:
+    return ModernEncoder if config.layer_windows else Encoder

@@ -79,7 +79,6 @@ class Expert(nn.Module):
         return self.activation == "silu" and self.clamp is None
 
     def linears(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """Returns the linears gate, up and down."""
         gate, up, down = (cast(nn.Module, self._modules[name]) for name in self.names)
         return gate, up, down
 
@@ -150,7 +149,6 @@ class Experts(nn.ModuleList):
         return cast(Sequence[Expert], self)
 
     def _counter(self, device: torch.device) -> Tensor:
-        """Returns `tokens`, moved to `device`."""
         if self.tokens.device != device:
             with torch.inference_mode(False):
                 self.tokens = self.tokens.to(device)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.batch_invariant import is_batch_invariant, product
-from fp8serve.model.config.latent_attention import LatentSizes
-from fp8serve.model.config.model_config import ModelConfig
+from fp8serve.model.config.model_config import LatentSizes, ModelConfig
 from fp8serve.model.network.fusion import OutputTransform, Projections, add_projection, forward_of
 from fp8serve.model.network.norms import RMSNorm
 from fp8serve.model.network.rotary import Attend, Heads, PositionEmbedding
@@ -60,7 +59,38 @@ def multiply_per_head(x: Tensor, weight: Tensor) -> Tensor:
     return torch.stack([product(rows.contiguous(), w.contiguous(), None) for rows, w in heads], 1)
 
 
-class LatentAttention(nn.Module):
+class CachedAttention(nn.Module):
+    """Attention over keys and values that the caller's `attend` may cache. Subclasses make the heads and the output."""
+
+    layer: int
+
+    def forward(
+        self,
+        x: Tensor,
+        norm: nn.Module | None,
+        position: PositionEmbedding,
+        attend: Attend,
+        transform: OutputTransform,
+        output_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Returns x + transform(attention over norm(x)), [T, hidden], or only its rows `output_rows` [R]."""
+        output = attend(self.layer, self.heads(x, norm, position), position.rotation, output_rows)
+        if output_rows is not None:
+            x = x[output_rows]
+            if x.size(0) == 0:
+                return x
+        return self.add_output(x, output, transform)
+
+    def heads(self, x: Tensor, norm: nn.Module | None, position: PositionEmbedding) -> Heads:
+        """Returns the queries, keys and values of norm(x [T, hidden]), before their rotation."""
+        raise NotImplementedError
+
+    def add_output(self, x: Tensor, output: Tensor, transform: OutputTransform) -> Tensor:
+        """Returns x + transform(o_proj(output)), [T, hidden], for the output of attention [T, heads, head_dim]."""
+        raise NotImplementedError
+
+
+class LatentAttention(CachedAttention):
     """Multi-head latent attention. The caller's `attend` computes the attention itself."""
 
     def __init__(self, config: ModelConfig, latent: LatentSizes, layer: int) -> None:
@@ -79,25 +109,7 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * latent.value, width, bias=config.attention_out_bias)
         self.qkv = Projections(self, name, "kv_a_proj_with_mqa")
 
-    def forward(
-        self,
-        x: Tensor,
-        norm: nn.Module | None,
-        position: PositionEmbedding,
-        attend: Attend,
-        transform: OutputTransform,
-        output_rows: Tensor | None = None,
-    ) -> Tensor:
-        """Same as `decoder.Attention.forward`."""
-        output = attend(self.layer, self.heads(x, norm, position), position.rotation, output_rows)
-        if output_rows is not None:
-            x = x[output_rows]
-            if x.size(0) == 0:
-                return x
-        return self.add_output(x, output, transform)
-
     def add_output(self, x: Tensor, output: Tensor, transform: OutputTransform) -> Tensor:
-        """Same as `decoder.Attention.add_output`."""
         first, second = output.chunk(2, -1)  # each half of a head starts with half of its rotated elements (rotary.py)
         half = self.latent.rope // 2
         values = self.kv_b_proj.project_outputs(torch.cat((first[..., half:], second[..., half:]), -1).to(x.dtype))
@@ -111,7 +123,6 @@ class LatentAttention(nn.Module):
         yield self.o_proj
 
     def heads(self, x: Tensor, norm: nn.Module | None, position: PositionEmbedding) -> Heads:
-        """Same as `decoder.Attention.heads`."""
         sizes = self.latent
         q, latent_and_key = self.qkv(x, norm)
         if sizes.q_rank is not None:

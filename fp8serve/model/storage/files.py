@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8serve.errors import Fp8ServeError, JobError, MachineError, TakenError, json_fault, json_kind, shown
-from fp8serve.model.storage.opening import open_member, too_large
+from fp8serve.model.storage.opening import is_regular_file, open_member, too_large
 
 CHUNK_BYTES = 1024 * 1024
 MAX_JSON_BYTES = 64 * 1024 * 1024  # the index of the largest published model is 1 % of this
@@ -52,6 +52,13 @@ def read_file(path: Path, limit: int, error: type[Fp8ServeError] = TakenError, r
     if len(content) > limit:
         raise too_large(path, limit, error)
     return bytes(content)
+
+
+def copied_files(source: Path) -> Iterator[tuple[str, bytes]]:
+    """Yields the name and the content of each of the COPIED_FILES that `source` has."""
+    for name in COPIED_FILES:
+        if is_regular_file(source / name):
+            yield name, read_file(source / name, MAX_COPIED_FILE_BYTES)
 
 
 def read_text(path: Path, limit: int, error: type[Fp8ServeError] = TakenError, root: Path | None = None) -> str:

@@ -20,7 +20,7 @@ import json
 import math
 import mmap
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -184,6 +184,22 @@ class ComputedShards(Shards):
     def __getitem__(self, name: str) -> Tensor:
         compute = self.computed.get(name)
         return self._stored[name] if compute is None else compute()
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors of these `names`, each of which `read` returns when it is needed."""
+
+    def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = names, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -120,7 +120,6 @@ class Tokenizer:
 
     @property
     def template_text(self) -> str | None:
-        """The source of the chat template."""
         return None if self._template is None else self._template.source
 
     @property

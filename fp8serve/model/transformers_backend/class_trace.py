@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.fp8.attention import causal_attention
-from fp8serve.model.config.linear_names import is_expert
-from fp8serve.model.config.model_config import ModelConfig, TransformersClass
+from fp8serve.model.config.model_config import ModelConfig, TransformersClass, is_expert
 from fp8serve.model.config.reader import token_ids
 from fp8serve.model.network.decoder import make_attend
 from fp8serve.model.network.experts import mixtures

@@ -51,7 +51,6 @@ class ClassExperts(Experts):
     """The experts of one mixture, with the call signature of transformers' stacked experts."""
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """See `Experts.forward`."""
         if x.is_meta:  # without values, the number of rows for an expert is unknown
             return torch.empty_like(x)
         return super().forward(x, chosen, weights)

@@ -25,7 +25,7 @@ from urllib.parse import SplitResult
 
 from fp8serve.errors import Fp8ServeError, ModelError, RequestError, shown
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.config.linear_names import adaptable_linear_names, select_linears
+from fp8serve.model.config.model_config import adaptable_linear_names, select_linears
 from fp8serve.model.storage.files import fsync
 from fp8serve.options import http_address
 from fp8serve.server.faults import Code, Fault
@@ -37,7 +37,7 @@ from fp8serve.server.serving.served_weights import WeightSource
 from fp8serve.server.settings import Settings
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length
-from fp8serve.train.reporting import check_optimizer_package
+from fp8serve.train.events import check_optimizer_package
 
 DEFAULT_SEQ_LEN = TrainConfig.seq_len
 LIMIT_FIELDS = ("max_rows", "max_row_bytes", "max_data_bytes", "max_data_memory")

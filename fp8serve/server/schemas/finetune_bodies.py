@@ -14,8 +14,7 @@ from fp8serve.options import options_of
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict, explicit_options, fields_of
 from fp8serve.server.schemas.compatibility_fields import refused, with_compatibility_fields
 from fp8serve.train.config import API_NAMES, NOT_IN_API, TrainConfig
-from fp8serve.train.methods.options import ADAPTER_OPTIONS, METHOD_OPTIONS
-from fp8serve.train.run_options import RowLength
+from fp8serve.train.methods.options import ADAPTER_OPTIONS, METHOD_OPTIONS, RowLength
 
 Rows = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
 FileId = Annotated[str, Field(max_length=64)]

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.storage.headers import require_finite
 from fp8serve.model.storage.memory import free_memory
-from fp8serve.model.weight_memory import estimate_weight_memory
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.named_models import NamedModel
 from fp8serve.server.serving.registry import Registry

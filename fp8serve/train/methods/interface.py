@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fp8serve.model.text.data_files import LIMITS, DataLimits
+from fp8serve.model.text.examples import read_rows
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import Item, Row, RowCounts
 
@@ -32,20 +33,22 @@ class Reader(ABC, Generic[ExampleT, ItemT]):
 
     `columns` are the columns of a table that the method reads; None means all. `requirement` is a phrase for what an
     example must have; other examples are dropped. If all are dropped, `advice` tells the user what to change.
+    `text_problem` says why the method does not read prose (`examples.read_rows`).
     """
 
     columns: Collection[str] | None = None
     requirement: str
     advice: str
+    text_problem: str
 
     @abstractmethod
     def parse_row(self, row: str | Mapping[str, Any], where: str) -> ExampleT:
         """Returns the example in a row or in a line of JSON. Raises DataError that names `where` and the problem."""
 
-    @abstractmethod
     def read_examples(self, source: Path | str, limits: DataLimits = LIMITS) -> Iterator[ExampleT]:
         """Yields all examples of a source (`model.text.data_files`) in order. Raises DataError while iterating if the
         source has no example, exceeds `limits`, or has an invalid row."""
+        return read_rows(source, self.parse_row, self.text_problem, self.columns, limits)
 
     @abstractmethod
     def tokenize(

@@ -66,7 +66,6 @@ class Unit(nn.Module):
         self.names_with_gradient: set[str] = set()
 
     def forward(self, x: Tensor, *arguments: Any) -> Tensor:
-        """Returns layer(x, *arguments)."""
         trim()
         if not torch.is_grad_enabled():
             return self._run(x, *arguments)

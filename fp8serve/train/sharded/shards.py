@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.fsdp import local_rows
-from fp8serve.model.storage.shards import TensorParts
+from fp8serve.model.storage.shards import LazyTensors, TensorParts
 from fp8serve.ranks import Ranks
 from fp8serve.train.optimizer import BLOCK, MIN_8BIT_ELEMENTS, has_blocks, norm_of_rows, row_norms
 
@@ -71,7 +71,15 @@ class Shards:
     def local_shards(self, tensors: Mapping[str, Tensor], parameter_names: Mapping[str, str]) -> Mapping[str, Tensor]:
         """Returns this rank's shards of full tensors as a lazy mapping. `parameter_names` maps the tensors' names to
         the parameters that they belong to."""
-        return _LocalShards(self, tensors, parameter_names)
+
+        def read(key: str) -> Tensor:
+            tensor, name = tensors[key], parameter_names.get(key)
+            if name is None or not self.is_sharded(name, tensor):
+                return tensor
+            begin, end = self.shard_range(name, len(tensor), self.ranks.rank)
+            return tensor[begin:end]
+
+        return LazyTensors(tensors, read)
 
 
 def check_blocks(shards: Shards) -> None:
@@ -88,24 +96,6 @@ def check_blocks(shards: Shards) -> None:
                 f"{BLOCK}, and {size} processes divide {name} otherwise; use fp32, another number of processes, or no "
                 "fsdp."
             )
-
-
-class _LocalShards(Mapping[str, Tensor]):
-    def __init__(self, shards: Shards, tensors: Mapping[str, Tensor], parameter_names: Mapping[str, str]) -> None:
-        self._shards, self._tensors, self._parameter_names = shards, tensors, parameter_names
-
-    def __getitem__(self, key: str) -> Tensor:
-        tensor, name = self._tensors[key], self._parameter_names.get(key)
-        if name is None or not self._shards.is_sharded(name, tensor):
-            return tensor
-        begin, end = self._shards.shard_range(name, len(tensor), self._shards.ranks.rank)
-        return tensor[begin:end]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def sharded_norm(shards: Shards, grads: Mapping[str, Tensor]) -> float:

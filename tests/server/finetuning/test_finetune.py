@@ -102,10 +102,10 @@ async def test_states_of_8_bits_are_refused_where_the_package_is_missing(
 ) -> None:
     async with start() as server:
         body = {"data": [{"text": "a"}], "optimizer_states": "8bit"}
-        monkeypatch.setattr("fp8serve.train.reporting.find_spec", lambda name: None)
+        monkeypatch.setattr("fp8serve.train.events.find_spec", lambda name: None)
         refused = await server.client.post("/finetune", json=body)
         assert (refused.status_code, "pip install 'fp8serve[torchao]'" in refused.text) == (422, True), refused.text
-        monkeypatch.setattr("fp8serve.train.reporting.find_spec", lambda name: object())
+        monkeypatch.setattr("fp8serve.train.events.find_spec", lambda name: object())
         assert (await server.client.post("/finetune", json=body)).status_code == 202
         assert (await server.client.post("/finetune", json=body | {"optimizer_states": "4bit"})).status_code == 422
 

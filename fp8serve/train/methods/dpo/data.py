@@ -15,22 +15,19 @@ has no token in the loss mask, or if both completions are equal. This module nee
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fp8serve.errors import DataError, shown
 from fp8serve.model.text.chat_rows import decode_json, parse_messages, parse_tools, valid_unicode
-from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.examples import (
     ChatExample,
     PromptExample,
     TokenizedExample,
     parse_row,
-    read_rows,
     tokenize_all,
 )
 from fp8serve.model.text.tokenizer import Tokenizer
@@ -135,6 +132,7 @@ class DpoReader(Reader[PairExample, Pair]):
     columns = COLUMNS
     requirement = "two different completions"
     advice = "check that `chosen` and `rejected` differ and raise seq_len if their prompt fills it"
+    text_problem = "holds no pairs; give rows of `prompt`, `chosen` and `rejected`."
 
     def parse_row(self, row: str | Mapping[str, Any], where: str) -> PairExample:
         result = parse_row(row, where)
@@ -155,10 +153,6 @@ class DpoReader(Reader[PairExample, Pair]):
         if isinstance(completions[0], str):
             return _text_pair(prompt, completions, where)
         return _chat_pair(None if isinstance(prompt, str) else prompt, completions, parse_tools(result, where), where)
-
-    def read_examples(self, source: Path | str, limits: DataLimits = LIMITS) -> Iterator[PairExample]:
-        problem = "holds no pairs; give rows of `prompt`, `chosen` and `rejected`."
-        return read_rows(source, self.parse_row, problem, COLUMNS, limits)
 
     def tokenize(
         self, examples: Iterable[PairExample], tokenizer: Tokenizer, seq_len: int

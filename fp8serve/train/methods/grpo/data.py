@@ -9,17 +9,15 @@ leaves no room for a completion within seq_len. A prompt of one token is dropped
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fp8serve.errors import DataError, Fp8ServeError, shown
 from fp8serve.model.text.chat_rows import for_template, parse_conversation, parse_tools, valid_unicode
-from fp8serve.model.text.data_files import LIMITS, DataLimits
-from fp8serve.model.text.examples import parse_row, read_rows
+from fp8serve.model.text.examples import parse_row
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import Item, Row, RowCounts
 from fp8serve.train.methods.interface import Reader
@@ -68,6 +66,7 @@ class GrpoReader(Reader[PromptExample, Prompt]):
 
     requirement = "a prompt of at least two tokens with room for a completion"
     advice = "raise seq_len, lower max_completion_length, or give longer prompts"
+    text_problem = "holds no prompts; give rows of `prompt`."
 
     def __init__(self, max_completion_tokens: int) -> None:
         self.max_completion_tokens = max_completion_tokens
@@ -89,9 +88,6 @@ class GrpoReader(Reader[PromptExample, Prompt]):
                 f"{where}: `{present[0]}` ends with the assistant's turn, which the model must generate; remove it."
             )
         return PromptExample(result, where, None, messages, parse_tools(result, where))
-
-    def read_examples(self, source: Path | str, limits: DataLimits = LIMITS) -> Iterator[PromptExample]:
-        return read_rows(source, self.parse_row, "holds no prompts; give rows of `prompt`.", None, limits)
 
     def tokenize(
         self, examples: Iterable[PromptExample], tokenizer: Tokenizer, seq_len: int

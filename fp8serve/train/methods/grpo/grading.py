@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fp8serve.errors import JobError, one_line, shown
 from fp8serve.processes import describe_exit, module_command
@@ -41,20 +41,6 @@ class RewardInput:
     @property
     def payload(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "where"}
-
-
-class Grader(Protocol):
-    """Computes rewards. Raises JobError if a completion cannot be graded."""
-
-    def rewards(self, inputs: Sequence[RewardInput]) -> list[float]: ...
-    def close(self) -> None: ...
-
-
-def grader_of(config: TrainConfig) -> Grader:
-    """Returns the job's grader. Raises JobError if the reward file cannot be read or run."""
-    if config.reward is not None:
-        return FileGrader(Path(config.reward), config.reward_seconds)
-    return UrlGrader(str(config.grader_url), config.reward_seconds)
 
 
 def _checked_reward(value: Any, grader: str, where: str) -> float:
@@ -189,3 +175,14 @@ class UrlGrader:
 
     def close(self) -> None:
         """Does nothing: no connection stays open between two calls."""
+
+
+Grader = FileGrader | UrlGrader
+"""Computes rewards. Raises JobError if a completion cannot be graded."""
+
+
+def grader_of(config: TrainConfig) -> Grader:
+    """Returns the job's grader. Raises JobError if the reward file cannot be read or run."""
+    if config.reward is not None:
+        return FileGrader(Path(config.reward), config.reward_seconds)
+    return UrlGrader(str(config.grader_url), config.reward_seconds)

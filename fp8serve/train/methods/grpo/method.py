@@ -227,7 +227,6 @@ class Grpo(Method[Any]):
         return [self._with_log_probs(list(islice(groups, len(items)))) for items in microbatches]
 
     def _rewards(self, prompts: Sequence[Prompt], rollouts: Sequence[Sequence[Rollout]]) -> list[list[float]]:
-        """Returns the rewards [prompts, G]."""
         assert self._grader is not None, "call start first"
         inputs = [
             RewardInput(
