@@ -1,7 +1,7 @@
 """Adds to the OpenAPI document what FastAPI cannot derive: error responses, example bodies and links.
 
 `ERROR_CODES` lists the error codes of each operation. Codes of all routes, such as those for a missing API key or
-an invalid body, are added here. The HTTP statuses are those of `faults.KINDS`, from which error responses are made. The
+an invalid body, are added here. The HTTP statuses are those of `faults.Code`, from which error responses are made. The
 response of an operation that creates a job or a file links to the operations that take its id.
 """
 
@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from fp8serve.server.api.routing import JsonObject, ResponseModel, omit_if_none
-from fp8serve.server.faults import KINDS, Code, is_anthropic, is_openai
+from fp8serve.server.faults import Code, is_anthropic, is_openai
 from fp8serve.server.http.scope import OPEN_PATHS
 
 REFERENCE = "#/components/schemas/{model}"
@@ -209,10 +209,8 @@ def _error_responses(path: str, operation: JsonObject, specific_codes: tuple[Cod
     model = "AnthropicError" if is_anthropic(path) else "OpenAIError" if is_openai(path) else "NativeError"
     codes_by_status: dict[str, list[str]] = {}
     for code in (*_common_codes(operation), *specific_codes):
-        kind = KINDS[code]
-        codes_by_status.setdefault(str(kind.v1_status if is_openai(path) else kind.native_status), []).append(
-            code.value
-        )
+        status = code.kind.v1_status if is_openai(path) else code.kind.native_status
+        codes_by_status.setdefault(str(status), []).append(code.value)
     content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=model)}}}
     return {
         status: {"description": ", ".join(dict.fromkeys(codes)), "content": content}
