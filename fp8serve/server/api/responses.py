@@ -43,7 +43,7 @@ from fp8serve.server.schemas.messages import (
     text_of,
 )
 from fp8serve.server.schemas.openai_bodies import ChatBody
-from fp8serve.server.schemas.response_format import JsonSchema, JsonSchemaFormat
+from fp8serve.server.schemas.response_format import JsonSchema, JsonSchemaFormat, ResponseFormat
 from fp8serve.server.serving.generation import Generation
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BoundedRoute)
