@@ -25,10 +25,9 @@ from fp8serve.server.schemas.finetune_bodies import (
     WeightsBody,
 )
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.adapters import AdapterSource
 from fp8serve.server.serving.model_loader import source_of
 from fp8serve.server.serving.served_model import BASE, ServedModel
-from fp8serve.server.serving.served_weights import ServedWeights, WeightSource
+from fp8serve.server.serving.served_weights import AdapterSource, ServedWeights, WeightSource
 from fp8serve.server.serving.verification import UNVERIFIED, MeasuredRow, Verification, Verified
 
 router = APIRouter(tags=["models"], route_class=BoundedRoute)
