@@ -146,8 +146,9 @@ class ServerState:
                 error = MachineError(
                     f"Loading failed unexpectedly ({type(error).__name__}); the log has the traceback."
                 )
-            if isinstance(error, MachineError):
-                await self._wait_for_own_signal()
+            if isinstance(error, MachineError):  # a service manager's signal may have ended the engine process first
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.draining.wait(), OWN_SIGNAL_SECONDS)
             if not default.is_shutting_down:
                 default.state, default.problem = "failed", error
                 self.failed.set()
@@ -165,11 +166,6 @@ class ServerState:
         self.runner.start()
         await self._load_named_models()
         self.started = True
-
-    async def _wait_for_own_signal(self) -> None:
-        """Waits for a service manager's signal, which may have reached and ended the engine process first."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.draining.wait(), OWN_SIGNAL_SECONDS)
 
     async def _load_named_models(self) -> None:
         """Loads the other models of the command line, one by one. A model that fails stays listed with its error."""

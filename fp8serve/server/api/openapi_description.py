@@ -67,6 +67,7 @@ ADAPTER_LOAD = (*LOAD, Code.ALIAS_BUSY, Code.STARTING, Code.ENGINE_DOWN, Code.DR
 RESUMPTION = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.TRAINING_REFUSED, Code.DRAINING, Code.DISK_FULL)
 JOBS = "/v1/fine_tuning/jobs"
 
+ALL_OPERATIONS = (Code.INVALID_API_KEY, Code.FORBIDDEN, Code.REQUEST_TIMEOUT, Code.BODY_TOO_LARGE, Code.INTERNAL)
 WITH_BODY = (
     Code.INVALID_JSON, Code.INVALID_PARAMETER, Code.UNKNOWN_PARAMETER, Code.UNSUPPORTED_PARAMETER, Code.QUEUE_FULL,
     Code.UNSUPPORTED_MEDIA_TYPE,
@@ -207,8 +208,19 @@ def _error_responses(path: str, operation: JsonObject, specific_codes: tuple[Cod
     if path in OPEN_PATHS:
         return {}
     model = "AnthropicError" if is_anthropic(path) else "OpenAIError" if is_openai(path) else "NativeError"
+    common_codes: tuple[Code, ...] = (
+        Code.INVALID_API_KEY,
+        Code.FORBIDDEN,
+        Code.REQUEST_TIMEOUT,
+        Code.BODY_TOO_LARGE,
+        Code.INTERNAL,
+    )
+    if "requestBody" in operation:
+        common_codes += WITH_BODY
+    elif "parameters" in operation:
+        common_codes += (Code.INVALID_PARAMETER,)
     codes_by_status: dict[str, list[str]] = {}
-    for code in (*_common_codes(operation), *specific_codes):
+    for code in common_codes + specific_codes:
         status = code.kind.v1_status if is_openai(path) else code.kind.native_status
         codes_by_status.setdefault(str(status), []).append(code.value)
     content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=model)}}}
@@ -216,14 +228,6 @@ def _error_responses(path: str, operation: JsonObject, specific_codes: tuple[Cod
         status: {"description": ", ".join(dict.fromkeys(codes)), "content": content}
         for status, codes in sorted(codes_by_status.items())
     }
-
-
-def _common_codes(operation: JsonObject) -> tuple[Code, ...]:
-    """Returns the error codes of all operations, and those of operations with a body or with parameters."""
-    codes = (Code.INVALID_API_KEY, Code.FORBIDDEN, Code.REQUEST_TIMEOUT, Code.BODY_TOO_LARGE, Code.INTERNAL)
-    if "requestBody" in operation:
-        return codes + WITH_BODY
-    return (*codes, Code.INVALID_PARAMETER) if "parameters" in operation else codes
 
 
 def _links(document: JsonObject, path: str, parameter: str) -> JsonObject:

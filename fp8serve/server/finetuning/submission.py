@@ -137,7 +137,11 @@ class Submissions:
                 {"line": bad["line"], "message": safe_text(_with_upload_names(bad["message"], names))}
                 for bad in report["bad_lines"]
             ]
-            memory = await asyncio.to_thread(self._memory, config, report)
+            # not in a parser process, because this may start a process, for a model that transformers computes
+            model = await asyncio.to_thread(read_config, config.model)
+            processes = config.usable_processes(self.settings.train_procs)
+            lengths = report["microbatch_tokens"], report["trainable_fraction"]
+            memory = await asyncio.to_thread(memory_estimate, model, config, *lengths, processes)
             return report | {"bad_lines": bad_lines, "memory_bytes": memory}
         finally:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
@@ -272,15 +276,6 @@ class Submissions:
         """Returns the trainer's ValidationReport as plain data. It contains paths on the server's disk."""
         report: dict[str, Any] = json.loads(await self.parser.inspect_rows("dry_run", config.to_json().encode()))
         return report
-
-    def _memory(self, config: TrainConfig, report: dict[str, Any]) -> dict[str, int]:
-        """Returns an estimate of the memory of each process of the job.
-
-        This runs in the server process, not in a parser process. If the model runs through the transformers library,
-        reading its configuration starts another process, which a parser process may not do.
-        """
-        model, processes = read_config(config.model), config.usable_processes(self.settings.train_procs)
-        return memory_estimate(model, config, report["microbatch_tokens"], report["trainable_fraction"], processes)
 
     def _create_job(
         self, job_id: str, body: FinetuneBody, source: WeightSource, config: TrainConfig, key: str | None, digest: str

@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
@@ -195,13 +195,9 @@ def weight_version(directory: Path) -> str:
     for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
         if path.is_file():
             with open_member(path, error=ModelError) as file:
-                _hash_samples(file, path.name, digest)
+                size = os.fstat(file.fileno()).st_size
+                digest.update(f"{path.name}:{size}".encode())
+                for offset in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
+                    file.seek(offset)
+                    digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:12]
-
-
-def _hash_samples(file: BinaryIO, name: str, digest: "hashlib._Hash") -> None:
-    size = os.fstat(file.fileno()).st_size
-    digest.update(f"{name}:{size}".encode())
-    for offset in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
-        file.seek(offset)
-        digest.update(file.read(SAMPLE_BYTES))

@@ -8,7 +8,7 @@ also have `model`, `weight_version` and `request_id`.
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -121,13 +121,19 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
         tokens = [_token(tokenizer, *item) for item in zip(output.token_ids, texts, logprobs, strict=False)]
         if not tokens and output.text_delta and self.tokens:  # at the end, withheld text may arrive without a token
             tokens = [self.tokens[-1] | {"text": output.text_delta}]
-        top_tokens = [_top_tokens(tokenizer, logprob) for logprob in logprobs if logprob is not None]
+        top_tokens = [
+            [_token(tokenizer, i, tokenizer.texts.text(i), TokenLogprob(i, p)) for i, p in logprob.top]
+            for logprob in logprobs
+            if logprob is not None
+        ]
         self.text += output.text_delta
         self.tokens += tokens
         self.top_tokens += top_tokens
         self._last_output = output
-        if output.prompt_logprobs is not None:
-            self.prefill = self._prefill(output.prompt_logprobs)
+        if output.prompt_logprobs is not None:  # the first token of the prompt has no log-probability
+            first = self.generation.requests[0].prompt_token_ids[0]
+            prompt = [(first, None), *((item.token_id, item) for item in output.prompt_logprobs)]
+            self.prefill = [_token(tokenizer, i, tokenizer.texts.text(i), logprob) for i, logprob in prompt]
         return NewTokens(tokens, top_tokens)
 
     # -- the complete response -----------------------------------------------------------------------------------------
@@ -148,8 +154,9 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
         for i, token in enumerate(delta.tokens):
             is_last = is_finished and i == len(delta.tokens) - 1
             yield self._event(token, top_tokens[i] if i < len(top_tokens) else [], output if is_last else None)
-        if is_finished and not delta.tokens:
-            yield self._event(self._empty_token(), [], output)
+        if is_finished and not delta.tokens:  # the last token without its text; clients do not display special tokens
+            last_token = self.tokens[-1] if self.tokens else {"id": 0, "logprob": None}
+            yield self._event(last_token | {"text": "", "special": True}, [], output)
 
     def failure(self, fault: Fault) -> JsonObject:
         return fault.native(self.request_id)
@@ -162,10 +169,6 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
         if last_output is None:
             return event | {"generated_text": None, "details": None}
         return event | {"generated_text": self._full_text(), "details": self._details(last_output)} | self._origin()
-
-    def _empty_token(self) -> JsonObject:
-        """Returns the last token without its text, marked as special so that clients do not display it."""
-        return (self.tokens[-1] if self.tokens else {"id": 0, "logprob": None}) | {"text": "", "special": True}
 
     # -- parts of both -------------------------------------------------------------------------------------------------
 
@@ -181,12 +184,6 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
             "input_length": output.num_prompt_tokens,
         }
 
-    def _prefill(self, logprobs: Sequence[TokenLogprob]) -> list[JsonObject]:
-        """Returns the tokens of the prompt. The first token has no log-probability."""
-        tokenizer, first = self.generation.served.tokenizer, self.generation.requests[0].prompt_token_ids[0]
-        tokens = [(first, None), *((item.token_id, item) for item in logprobs)]
-        return [_token(tokenizer, token_id, tokenizer.texts.text(token_id), item) for token_id, item in tokens]
-
     def _origin(self) -> dict[str, str]:
         served = self.generation.served
         return {"model": served.source.model_id, "weight_version": served.weight_version, "request_id": self.request_id}
@@ -195,13 +192,6 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
 def _token(tokenizer: TokenizerFacts, token_id: int, text: str, logprob: TokenLogprob | None) -> JsonObject:
     value = None if logprob is None else finite(logprob.logprob)
     return {"id": token_id, "text": text, "logprob": value, "special": token_id in tokenizer.special_ids}
-
-
-def _top_tokens(tokenizer: TokenizerFacts, logprob: TokenLogprob) -> list[JsonObject]:
-    return [
-        {"id": i, "text": tokenizer.texts.text(i), "logprob": finite(p), "special": i in tokenizer.special_ids}
-        for i, p in logprob.top
-    ]
 
 
 def finish_reason(output: RequestOutput) -> str:
