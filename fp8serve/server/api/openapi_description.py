@@ -208,19 +208,13 @@ def _error_responses(path: str, operation: JsonObject, specific_codes: tuple[Cod
     if path in OPEN_PATHS:
         return {}
     model = "AnthropicError" if is_anthropic(path) else "OpenAIError" if is_openai(path) else "NativeError"
-    common_codes: tuple[Code, ...] = (
-        Code.INVALID_API_KEY,
-        Code.FORBIDDEN,
-        Code.REQUEST_TIMEOUT,
-        Code.BODY_TOO_LARGE,
-        Code.INTERNAL,
-    )
+    codes = ALL_OPERATIONS + specific_codes
     if "requestBody" in operation:
-        common_codes += WITH_BODY
+        codes = ALL_OPERATIONS + WITH_BODY + specific_codes
     elif "parameters" in operation:
-        common_codes += (Code.INVALID_PARAMETER,)
+        codes = (*ALL_OPERATIONS, Code.INVALID_PARAMETER, *specific_codes)
     codes_by_status: dict[str, list[str]] = {}
-    for code in common_codes + specific_codes:
+    for code in codes:
         status = code.kind.v1_status if is_openai(path) else code.kind.native_status
         codes_by_status.setdefault(str(status), []).append(code.value)
     content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=model)}}}

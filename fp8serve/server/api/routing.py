@@ -8,7 +8,7 @@ training data, which the process has written to a file.
 import asyncio
 import secrets
 import shutil
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from types import NoneType
 from typing import Annotated, Any, get_args, get_type_hints
 
