@@ -97,10 +97,8 @@ class BoundedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         hint = get_type_hints(self.endpoint).get("body")  # Body or Body | None, if the route has a body
-        classes: Iterator[type[Any]] = (
-            cls for cls in get_args(hint) or (hint,) if isinstance(cls, type) and cls is not NoneType
-        )
-        self.body_model = model = next(classes, None)
+        hints = (item for item in get_args(hint) or (hint,) if item is not NoneType)
+        self.body_model = model = next(hints, None)
         if model is None:
             return handle
         has_rows = not model.model_fields.keys().isdisjoint(ROWS)
