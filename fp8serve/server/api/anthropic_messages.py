@@ -32,17 +32,7 @@ from fp8serve.server.api.routing import STREAM, BoundedRoute, JsonObject, Respon
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import event, until_disconnect
 from fp8serve.server.schemas import anthropic_bodies as bodies
-from fp8serve.server.schemas.messages import (
-    Function,
-    FunctionName,
-    Message,
-    NamedTool,
-    Tool,
-    ToolCall,
-    ToolCallFunction,
-    ToolChoice,
-    text_of,
-)
+from fp8serve.server.schemas import messages as openai
 from fp8serve.server.schemas.openai_bodies import ChatBody
 from fp8serve.server.schemas.response_format import JsonSchema, JsonSchemaFormat
 from fp8serve.server.serving.generation import Generation
@@ -134,47 +124,51 @@ def _conversation_fields(body: bodies.CountBody) -> dict[str, Any]:
     }
 
 
-def _messages(body: bodies.CountBody) -> Iterator[Message]:
+def _messages(body: bodies.CountBody) -> Iterator[openai.Message]:
     """Yields the system prompt as one message, its blocks joined by line breaks, and the messages of each turn: a
     message for each tool result, then a message with the text."""
     if body.system:
         text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
-        yield Message(role="system", content=text)
+        yield openai.Message(role="system", content=text)
     for turn in body.messages:
         if isinstance(turn.content, str):
-            yield Message(role=turn.role, content=turn.content)
+            yield openai.Message(role=turn.role, content=turn.content)
             continue
         if isinstance(turn, bodies.AssistantTurn):
             yield _assistant_message(turn.content)
             continue
         for block in turn.content:
             if isinstance(block, bodies.ToolResultBlock):  # templates have no flag for errors
-                text = f"Error: {text_of(block.content)}" if block.is_error else text_of(block.content)
-                yield Message(role="tool", tool_call_id=block.tool_use_id, content=text)
+                text = f"Error: {openai.text_of(block.content)}" if block.is_error else openai.text_of(block.content)
+                yield openai.Message(role="tool", tool_call_id=block.tool_use_id, content=text)
         if texts := [block for block in turn.content if isinstance(block, bodies.TextBlock)]:
-            yield Message(role=turn.role, content=text_of(texts))
+            yield openai.Message(role=turn.role, content=openai.text_of(texts))
 
 
-def _assistant_message(blocks: Sequence[bodies.TextBlock | bodies.ThinkingBlock | bodies.ToolUseBlock]) -> Message:
+def _assistant_message(
+    blocks: Sequence[bodies.TextBlock | bodies.ThinkingBlock | bodies.ToolUseBlock],
+) -> openai.Message:
     reasoning, calls = "", []
     for block in blocks:
         if isinstance(block, bodies.ThinkingBlock):
             reasoning += block.thinking
         elif isinstance(block, bodies.ToolUseBlock):
-            function = ToolCallFunction(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
-            calls.append(ToolCall(id=block.id, function=function))
-    text = text_of([block for block in blocks if isinstance(block, bodies.TextBlock)])
-    return Message(role="assistant", content=text, reasoning_content=reasoning or None, tool_calls=calls or None)
+            function = openai.ToolCallFunction(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
+            calls.append(openai.ToolCall(id=block.id, function=function))
+    text = openai.text_of([block for block in blocks if isinstance(block, bodies.TextBlock)])
+    return openai.Message(role="assistant", content=text, reasoning_content=reasoning or None, tool_calls=calls or None)
 
 
-def _tool(tool: bodies.ClientTool) -> Tool:
-    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
-    return Tool(type="function", function=function)
+def _tool(tool: bodies.ClientTool) -> openai.Tool:
+    function = openai.Function(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
+    return openai.Tool(type="function", function=function)
 
 
-def _tool_choice(choice: bodies.ToolChoice) -> ToolChoice:
+def _tool_choice(choice: bodies.ToolChoice) -> openai.ToolChoice:
     if choice.name is not None:
-        return NamedTool(type="function", function=FunctionName(name=choice.name))
+        return openai.NamedTool(type="function", function=openai.FunctionName(name=choice.name))
     return "required" if choice.type == "any" else "none" if choice.type == "none" else "auto"
 
 

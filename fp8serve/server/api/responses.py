@@ -27,21 +27,9 @@ from fp8serve.server.api.generation_pipeline import Renderer, respond
 from fp8serve.server.api.routing import STREAM, BoundedRoute, CachedTokens, JsonObject, ResponseModel, StateDep
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import event
+from fp8serve.server.schemas import messages as openai
 from fp8serve.server.schemas import responses_bodies as bodies
 from fp8serve.server.schemas.bodies import Strict
-from fp8serve.server.schemas.messages import (
-    AllowedToolList,
-    AllowedTools,
-    Function,
-    FunctionName,
-    Message,
-    NamedTool,
-    Tool,
-    ToolCall,
-    ToolCallFunction,
-    ToolChoice,
-    text_of,
-)
 from fp8serve.server.schemas.openai_bodies import ChatBody
 from fp8serve.server.schemas.response_format import JsonSchema, JsonSchemaFormat, ResponseFormat
 from fp8serve.server.serving.generation import Generation
@@ -148,7 +136,7 @@ class ResponseObject(ResponseModel):
 
 def to_chat_body(body: bodies.ResponsesBody) -> ChatBody:
     """Converts the body. Raises pydantic's ValidationError if the chat request is invalid."""
-    instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
+    instructions = [openai.Message(role="system", content=body.instructions)] if body.instructions else []
     schema = None if body.text is None else body.text.format
     if isinstance(schema, bodies.SchemaFormat):
         json_schema = JsonSchema(name=schema.name, schema=schema.schema_)
@@ -169,9 +157,9 @@ def to_chat_body(body: bodies.ResponsesBody) -> ChatBody:
     )
 
 
-def _messages(items: Sequence[bodies.Item] | str) -> Iterator[Message]:
+def _messages(items: Sequence[bodies.Item] | str) -> Iterator[openai.Message]:
     if isinstance(items, str):
-        yield Message(role="user", content=items)
+        yield openai.Message(role="user", content=items)
         return
     turn = _AssistantTurn()
     for item in items:
@@ -179,9 +167,9 @@ def _messages(items: Sequence[bodies.Item] | str) -> Iterator[Message]:
             yield from turn.messages()
             turn = _AssistantTurn()
         if isinstance(item, bodies.FunctionCallOutputItem):
-            yield Message(role="tool", tool_call_id=item.call_id, content=text_of(item.output))
+            yield openai.Message(role="tool", tool_call_id=item.call_id, content=openai.text_of(item.output))
         elif isinstance(item, bodies.MessageItem) and item.role != "assistant":
-            yield Message(role=item.role, content=text_of(item.content))
+            yield openai.Message(role=item.role, content=openai.text_of(item.content))
         else:
             turn.add(item)
     yield from turn.messages()
@@ -192,7 +180,7 @@ class _AssistantTurn:
 
     def __init__(self) -> None:
         self._reasoning = self._text = ""
-        self._calls: list[ToolCall] = []
+        self._calls: list[openai.ToolCall] = []
 
     def ends_before(self, item: bodies.Item) -> bool:
         """Returns whether `item` belongs to another message. A message of the assistant consists of reasoning, text and
@@ -208,34 +196,36 @@ class _AssistantTurn:
         if isinstance(item, bodies.ReasoningItem):
             self._reasoning += "".join(part.text for part in item.content or item.summary or ())
         elif isinstance(item, bodies.FunctionCallItem):
-            function = ToolCallFunction(name=item.name, arguments=item.arguments)
-            self._calls.append(ToolCall(id=item.call_id, function=function))
+            function = openai.ToolCallFunction(name=item.name, arguments=item.arguments)
+            self._calls.append(openai.ToolCall(id=item.call_id, function=function))
         elif isinstance(item, bodies.MessageItem):
-            self._text = text_of(item.content)
+            self._text = openai.text_of(item.content)
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[openai.Message]:
         """Yields the message of the turn, or nothing if the turn is empty."""
         if self._reasoning or self._text or self._calls:
             calls, reasoning = self._calls or None, self._reasoning or None
-            yield Message(role="assistant", content=self._text, reasoning_content=reasoning, tool_calls=calls)
+            yield openai.Message(role="assistant", content=self._text, reasoning_content=reasoning, tool_calls=calls)
 
 
-def _tool(tool: bodies.FunctionTool) -> Tool:
-    function = Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-    return Tool(type="function", function=function)
+def _tool(tool: bodies.FunctionTool) -> openai.Tool:
+    function = openai.Function(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return openai.Tool(type="function", function=function)
 
 
-def _tool_choice(choice: bodies.FunctionChoice | None) -> ToolChoice | None:
+def _tool_choice(choice: bodies.FunctionChoice | None) -> openai.ToolChoice | None:
     if isinstance(choice, bodies.NamedFunction):
         return _named_tool(choice)
     if isinstance(choice, bodies.AllowedFunctions):
-        allowed = AllowedToolList(mode=choice.mode, tools=[_named_tool(tool) for tool in choice.tools])
-        return AllowedTools(type="allowed_tools", allowed_tools=allowed)
+        allowed = openai.AllowedToolList(mode=choice.mode, tools=[_named_tool(tool) for tool in choice.tools])
+        return openai.AllowedTools(type="allowed_tools", allowed_tools=allowed)
     return choice
 
 
-def _named_tool(tool: bodies.NamedFunction) -> NamedTool:
-    return NamedTool(type="function", function=FunctionName(name=tool.name))
+def _named_tool(tool: bodies.NamedFunction) -> openai.NamedTool:
+    return openai.NamedTool(type="function", function=openai.FunctionName(name=tool.name))
 
 
 # -- the renderer ------------------------------------------------------------------------------------------------------

@@ -34,14 +34,8 @@ from fp8serve.server.api.routing import (
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.request_parser import messages_json
+from fp8serve.server.schemas import generation_bodies as bodies
 from fp8serve.server.schemas.bodies import explicit_options
-from fp8serve.server.schemas.generation_bodies import (
-    RENAMED_FIELDS,
-    DetokenizeBody,
-    GenerateBody,
-    GenerateParameters,
-    TokenizeBody,
-)
 from fp8serve.server.schemas.messages import plain_tools, prompt_ending
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.generation import Generation
@@ -102,7 +96,7 @@ class NewTokens:
 class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
     """Writes the completion of one prompt."""
 
-    def __init__(self, body: GenerateBody, generation: Generation, request_id: str) -> None:
+    def __init__(self, body: bodies.GenerateBody, generation: Generation, request_id: str) -> None:
         super().__init__(generation)
         self.inputs, self.options, self.request_id = body.inputs, body.parameters, request_id
         self.params = generation.requests[0].params
@@ -206,11 +200,11 @@ def finish_reason(output: RequestOutput) -> str:
 RANDOM_SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p"})
 
 
-def to_sampling_params(p: GenerateParameters) -> SamplingParams:
+def to_sampling_params(p: bodies.GenerateParameters) -> SamplingParams:
     """Converts the parameters. Decoding is greedy unless `do_sample` or a parameter that only affects sampling is set.
     Raises RequestError if parameters contradict each other.
     """
-    values = explicit_options(p, SamplingParams, RENAMED_FIELDS)
+    values = explicit_options(p, SamplingParams, bodies.RENAMED_FIELDS)
     if not (p.do_sample or RANDOM_SAMPLING_FIELDS & values.keys()):
         values["temperature"] = 0.0
     is_random = values.get("temperature") != 0
@@ -222,7 +216,7 @@ def to_sampling_params(p: GenerateParameters) -> SamplingParams:
 
 @router.post("/generate", summary="Generate text", response_model=GenerateResponse, responses=STREAM)
 async def generate(
-    body: GenerateBody, request: Request, response: Response, state: StateDep
+    body: bodies.GenerateBody, request: Request, response: Response, state: StateDep
 ) -> Response | GenerateResponse:
     """Returns one object, or server-sent events with `stream: true`."""
     return await _generate(body, request, response, state, body.stream)
@@ -232,7 +226,7 @@ async def generate(
 @router.post(
     "/generate_stream", summary="Generate text as server-sent events", response_class=Response, responses=STREAM
 )
-async def generate_stream(body: GenerateBody, request: Request, response: Response, state: StateDep) -> Any:
+async def generate_stream(body: bodies.GenerateBody, request: Request, response: Response, state: StateDep) -> Any:
     if body.parameters.decoder_input_details:
         param = "parameters.decoder_input_details"
         raise Fault(Code.INVALID_PARAMETER, "decoder_input_details cannot be streamed.", param=param)
@@ -246,7 +240,7 @@ async def generate_stream(body: GenerateBody, request: Request, response: Respon
     responses=STREAM,
 )
 async def root(
-    body: GenerateBody, request: Request, response: Response, state: StateDep
+    body: bodies.GenerateBody, request: Request, response: Response, state: StateDep
 ) -> Response | list[GenerateResponse]:
     """Does the same as /generate. The response without `stream` is a list with one element."""
     result = await _generate(body, request, response, state, body.stream)
@@ -254,7 +248,7 @@ async def root(
 
 
 async def _generate(
-    body: GenerateBody, request: Request, response: Response, state: ServerState, stream: bool
+    body: bodies.GenerateBody, request: Request, response: Response, state: ServerState, stream: bool
 ) -> Response | GenerateResponse:
     """Returns the response, and sets the headers that text-generation-inference's dashboards read."""
     served = await resolve_model(body, state)
@@ -272,7 +266,7 @@ async def _generate(
 
 
 @router.post("/tokenize", summary="Tokenize text or messages", response_model=TokenizeResponse)
-async def tokenize(body: TokenizeBody, request: Request, state: StateDep) -> Response:
+async def tokenize(body: bodies.TokenizeBody, request: Request, state: StateDep) -> Response:
     """Returns the token ids that generation uses for the same text or messages."""
     served = state.models.resolve(body.model)
     text = messages_json(body.messages) if body.messages is not None else (body.prompt or "").encode()
@@ -286,7 +280,7 @@ async def tokenize(body: TokenizeBody, request: Request, state: StateDep) -> Res
 
 
 @router.post("/detokenize", summary="Decode token ids", response_model=DetokenizeResponse)
-async def detokenize(body: DetokenizeBody, request: Request, state: StateDep) -> Response:
+async def detokenize(body: bodies.DetokenizeBody, request: Request, state: StateDep) -> Response:
     served = state.models.resolve(body.model)
     state.parser.size_limits(served.engine.limits.max_model_len).check(body)
     head = {"op": "detokenize", "skip_special": body.skip_special_tokens}

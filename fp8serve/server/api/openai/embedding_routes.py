@@ -21,12 +21,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.request_parser import Prompt, check_fit
 from fp8serve.server.parsing.texts import EncodedText, TextRequest
-from fp8serve.server.schemas.embedding_bodies import (
-    ClassifyBody,
-    EmbeddingBody,
-    RerankBody,
-    ScoreBody,
-)
+from fp8serve.server.schemas import embedding_bodies as bodies
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Outcome, Reservation
 from fp8serve.server.serving.served_weights import ServedWeights
@@ -107,7 +102,7 @@ class ClassifyResponse(ResponseModel):
 class EncoderRequest:
     """A request to a model that embeds or classifies."""
 
-    body: EmbeddingBody | ClassifyBody | RerankBody | ScoreBody
+    body: bodies.EmbeddingBody | bodies.ClassifyBody | bodies.RerankBody | bodies.ScoreBody
     request: Request
     served: ServedWeights
     state: ServerState
@@ -123,7 +118,7 @@ class EncoderRequest:
     @property
     def document_limit(self) -> int | None:
         """The number of tokens that are read of a document, or None if it is not limited."""
-        return self.body.max_tokens_per_doc if isinstance(self.body, RerankBody) else None
+        return self.body.max_tokens_per_doc if isinstance(self.body, bodies.RerankBody) else None
 
     @property
     def labels(self) -> list[str]:
@@ -282,7 +277,7 @@ def text_usage(tokens: int) -> TextUsage:
 
 
 @router.post("/classify", summary="Classify texts")
-async def classify(body: ClassifyBody, request: Request, state: StateDep) -> ClassifyResponse:
+async def classify(body: bodies.ClassifyBody, request: Request, state: StateDep) -> ClassifyResponse:
     """Returns the most likely label of each text, and the probabilities of all labels, as vLLM's route does."""
     encoder = EncoderRequest(body, request, state.served(body.model, "classify"), state)
     labels, limit = encoder.labels, encoder.max_tokens_read(is_pair=False)
@@ -296,7 +291,7 @@ async def classify(body: ClassifyBody, request: Request, state: StateDep) -> Cla
 
 
 @router.post("/v1/embeddings", summary="Embed texts")
-async def embeddings(body: EmbeddingBody, request: Request, state: StateDep) -> EmbeddingsResponse:
+async def embeddings(body: bodies.EmbeddingBody, request: Request, state: StateDep) -> EmbeddingsResponse:
     """Returns an embedding for each text. The prompt `prompt_name`, or the model's default prompt if it has one, is
     prepended to each text."""
     encoder = EncoderRequest(body, request, state.served(body.model, "embed"), state)
@@ -310,7 +305,7 @@ async def embeddings(body: EmbeddingBody, request: Request, state: StateDep) -> 
 
 
 @router.post("/v1/rerank", summary="Sort documents by their relevance to a query")
-async def rerank(body: RerankBody, request: Request, state: StateDep) -> RerankResponse:
+async def rerank(body: bodies.RerankBody, request: Request, state: StateDep) -> RerankResponse:
     """Uses the score of a cross-encoder, or the cosine similarity of embeddings. Documents of equal relevance keep
     their order."""
     encoder = EncoderRequest(body, request, state.served(body.model, "classify", "embed"), state)
@@ -322,7 +317,7 @@ async def rerank(body: RerankBody, request: Request, state: StateDep) -> RerankR
 
 
 @router.post("/v1/score", summary="Score pairs of texts")
-async def score(body: ScoreBody, request: Request, state: StateDep) -> ScoreResponse:
+async def score(body: bodies.ScoreBody, request: Request, state: StateDep) -> ScoreResponse:
     """Uses the score of a cross-encoder, or the cosine similarity of embeddings."""
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = body.texts
