@@ -149,11 +149,7 @@ class Settings(EngineOptions):
         tuple[str, ...], About("Another name for a model.", unset="none", flag="--alias", metavar="ALIAS=NAME")
     ] = ()
     served_model_name: Annotated[
-        tuple[str, ...],
-        About(
-            "Name that requests use; further ones are aliases",
-            unset="the directory's",
-        ),
+        tuple[str, ...], About("Name that requests use; further ones are aliases", unset="the directory's")
     ] = ()
     data_dir: Annotated[
         Path | None, About("Directory of jobs, uploads and checkpoints.", unset="one for each model", private=True)
@@ -164,9 +160,7 @@ class Settings(EngineOptions):
         int, Ge(1), Le(1024), About("Processes of a fine-tune job; at most the job's option `accumulate`.")
     ] = 1
     keep_jobs: Annotated[
-        int | None,
-        Ge(1),
-        About("Ended fine-tune jobs to keep; older ones are deleted with their files.", unset="all"),
+        int | None, Ge(1), About("Ended fine-tune jobs to keep; older ones are deleted with their files.", unset="all")
     ] = None
     report_to: Annotated[
         tuple[ReportTool, ...],

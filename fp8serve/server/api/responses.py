@@ -16,13 +16,7 @@ from starlette.responses import Response
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.server.api.chat_generation import (
-    Segment,
-    SegmentedOutput,
-    SegmentEvent,
-    conversion_errors,
-    generate_chat,
-)
+from fp8serve.server.api.chat_generation import Segment, SegmentedOutput, SegmentEvent, conversion_errors, generate_chat
 from fp8serve.server.api.generation_pipeline import Renderer, respond
 from fp8serve.server.api.routing import STREAM, BoundedRoute, CachedTokens, JsonObject, ResponseModel, StateDep
 from fp8serve.server.faults import Fault

@@ -18,16 +18,7 @@ from typing import Any, Literal
 
 from fp8serve import logs
 from fp8serve.server.faults import Code, Fault, safe_text
-from fp8serve.server.finetuning.database import (
-    Database,
-    Event,
-    Job,
-    NewJob,
-    Status,
-    StoredFile,
-    as_event,
-    as_job,
-)
+from fp8serve.server.finetuning.database import Database, Event, Job, NewJob, Status, StoredFile, as_event, as_job
 from fp8serve.train.events import EVENT_FIELDS
 
 log = logging.getLogger("fp8serve.server")

@@ -291,10 +291,5 @@ def job_view(state: ServerState, job: Job) -> JobView:
 
 def event_view(item: Event) -> EventView:
     return EventView(
-        id=item.seq,
-        created_at=item.created_at,
-        level=item.level,
-        type=item.type,
-        message=item.message,
-        data=item.data,
+        id=item.seq, created_at=item.created_at, level=item.level, type=item.type, message=item.message, data=item.data
     )
