@@ -116,7 +116,6 @@ def _validator(cls: Any) -> Any:
 
 
 def _message(error: Mapping[str, Any]) -> str:
-    """Returns a sentence for one of pydantic's errors, with the option's name and value."""
     field, *location = error["loc"]
     name = f"{field}" + "".join(f"[{part}]" for part in location if isinstance(part, int))
     invalid = (error.get("ctx") or {}).get("actual_length") or error["input"]  # the length, if that is invalid

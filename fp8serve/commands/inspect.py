@@ -76,7 +76,6 @@ def _show(path: Path, report_file: Path | None, json: bool) -> None:
 
 
 def _write_calibration_report(path: Path, report_file: Path | None) -> None:
-    """Writes the report of the calibration whose calibration.json is in the directory."""
     if report_file is None:
         return
     check_report(report_file)

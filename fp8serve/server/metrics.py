@@ -111,7 +111,6 @@ class LabeledCounter(Family[Counter]):
 
 
 def families(owner: type) -> list[Family[Any]]:
-    """Returns the families that a class declares."""
     return [family for family in vars(owner).values() if isinstance(family, Family)]
 
 
@@ -268,7 +267,6 @@ class Metrics:
         return ModelMetrics(self._model_families, name)
 
     def render(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 

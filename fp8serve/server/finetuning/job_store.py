@@ -44,7 +44,6 @@ class JobStore(Database):
     """The methods on the database of jobs, events, files and activations. They may be called from several threads."""
 
     def ids(self, table: Literal["jobs", "files"]) -> set[str]:
-        """Returns the ids of all rows of a table."""
         return {row[0] for row in self._rows(f"SELECT id FROM {table}")}
 
     # -- jobs ----------------------------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ def add_error_handlers(app: FastAPI, paths: Iterable[str]) -> None:
 
 
 def _render(request: Request, fault: Fault, path: str | None = None) -> Response:
-    """Renders the fault in the format of `path`, or of the request's own path."""
     logs.bind(error=fault.code.value)
     return fault.response(path or request.scope["path"], request.scope.get("request_id", ""))
 

@@ -252,7 +252,6 @@ class _Sequence:
 
 
 def _fault_of_error(error: Exception) -> Fault:
-    """Returns the fault for an exception that ended a request."""
     if isinstance(error, RequestError):  # the engine found the grammar too complex
         return Fault(Code.INVALID_PARAMETER, str(error))
     if isinstance(error, TokenizerError):
