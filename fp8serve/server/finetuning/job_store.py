@@ -335,11 +335,8 @@ def _find_idempotent_job(db: sqlite3.Connection, key: str, request: str, now: in
     if row is None:
         return None
     if row["request"] != request:
-        raise Fault(
-            Code.IDEMPOTENCY_MISMATCH,
-            "This Idempotency-Key was used for another request.",
-            hint="Use a new key for a new job.",
-        )
+        message = "This Idempotency-Key was used for another request."
+        raise Fault(Code.IDEMPOTENCY_MISMATCH, message, hint="Use a new key for a new job.")
     return str(row["job"])
 
 

@@ -131,11 +131,8 @@ def fault_of(errors: Sequence[Any], fields: Sequence[str] = ()) -> Fault:
     if kind == "json_invalid":
         return Fault(Code.INVALID_JSON, "The request body is not valid JSON.")
     if not field and kind in ("missing", "model_attributes_type", "dict_type", "model_type"):
-        return Fault(
-            Code.INVALID_JSON,
-            "The request body must be a JSON object.",
-            hint="Send it with Content-Type: application/json.",
-        )
+        message = "The request body must be a JSON object."
+        return Fault(Code.INVALID_JSON, message, hint="Send it with Content-Type: application/json.")
     if kind == "extra_forbidden":
         matches = get_close_matches(field, fields, 1)
         hint = f"Did you mean {matches[0]}?" if matches else None

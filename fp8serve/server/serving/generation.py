@@ -343,11 +343,8 @@ def build_requests(
                 hint="Shorten the prompt.",
             )
         if size + new > limit:
-            raise Fault(
-                Code.CONTEXT_LENGTH_EXCEEDED,
-                f"The prompt has {size} tokens and up to {new} are requested, but the context holds {limit}.",
-                hint="Shorten the prompt or ask for fewer tokens.",
-            )
+            message = f"The prompt has {size} tokens and up to {new} are requested, but the context holds {limit}."
+            raise Fault(Code.CONTEXT_LENGTH_EXCEEDED, message, hint="Shorten the prompt or ask for fewer tokens.")
         try:
             served.engine.check(request)
         except RequestError as error:
