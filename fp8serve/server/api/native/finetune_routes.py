@@ -6,6 +6,7 @@ event.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
@@ -191,16 +192,9 @@ async def follow(state: ServerState, job_id: str, after: int) -> AsyncGenerator[
             yield event({"status": job.status}, name="end", id=after)
             return
         if not items:
-            await _wait_for_change(state)
-
-
-async def _wait_for_change(state: ServerState) -> None:
-    """Waits until the job runner reports a change, but at most half a second, because not all are reported."""
-    try:
-        async with asyncio.timeout(0.5), state.runner.changed:
-            await state.runner.changed.wait()
-    except TimeoutError:
-        pass
+            with contextlib.suppress(TimeoutError):  # the job runner does not report all changes
+                async with asyncio.timeout(0.5), state.runner.changed:
+                    await state.runner.changed.wait()
 
 
 @router.get("/finetune/{job_id}/checkpoints", summary="Complete checkpoints of a job, newest first")
