@@ -152,54 +152,32 @@ def to_chat_body(body: bodies.ResponsesBody) -> ChatBody:
 
 
 def _messages(items: Sequence[bodies.Item] | str) -> Iterator[openai.Message]:
+    """Yields the messages. Consecutive items of the assistant become one message, which consists of reasoning, text and
+    calls, in this order."""
     if isinstance(items, str):
         yield openai.Message(role="user", content=items)
         return
-    turn = _AssistantTurn()
-    for item in items:
-        if turn.ends_before(item):
-            yield from turn.messages()
-            turn = _AssistantTurn()
+    reasoning, text, calls = "", "", list[openai.ToolCall]()
+    for item in (*items, None):
+        is_text = isinstance(item, bodies.MessageItem) and item.role == "assistant"
+        precedes_calls = (is_text or isinstance(item, bodies.ReasoningItem)) and not (text or calls)
+        if not precedes_calls and not isinstance(item, bodies.FunctionCallItem):  # the assistant's message has ended
+            if reasoning or text or calls:
+                yield openai.Message(
+                    role="assistant", content=text, reasoning_content=reasoning or None, tool_calls=calls or None
+                )
+            reasoning, text, calls = "", "", []
         if isinstance(item, bodies.FunctionCallOutputItem):
             yield openai.Message(role="tool", tool_call_id=item.call_id, content=openai.text_of(item.output))
-        elif isinstance(item, bodies.MessageItem) and item.role != "assistant":
-            yield openai.Message(role=item.role, content=openai.text_of(item.content))
-        else:
-            turn.add(item)
-    yield from turn.messages()
-
-
-class _AssistantTurn:
-    """Collects consecutive items of the assistant for one message."""
-
-    def __init__(self) -> None:
-        self._reasoning = self._text = ""
-        self._calls: list[openai.ToolCall] = []
-
-    def ends_before(self, item: bodies.Item) -> bool:
-        """Returns whether `item` belongs to another message. A message of the assistant consists of reasoning, text and
-        calls, in this order."""
-        if isinstance(item, bodies.FunctionCallItem):
-            return False
-        is_assistant_item = isinstance(item, bodies.ReasoningItem) or (
-            isinstance(item, bodies.MessageItem) and item.role == "assistant"
-        )
-        return not is_assistant_item or bool(self._text or self._calls)
-
-    def add(self, item: bodies.Item) -> None:
-        if isinstance(item, bodies.ReasoningItem):
-            self._reasoning += "".join(part.text for part in item.content or item.summary or ())
+        elif isinstance(item, bodies.ReasoningItem):
+            reasoning += "".join(part.text for part in item.content or item.summary or ())
         elif isinstance(item, bodies.FunctionCallItem):
             function = openai.ToolCallFunction(name=item.name, arguments=item.arguments)
-            self._calls.append(openai.ToolCall(id=item.call_id, function=function))
-        elif isinstance(item, bodies.MessageItem):
-            self._text = openai.text_of(item.content)
-
-    def messages(self) -> Iterator[openai.Message]:
-        """Yields the message of the turn, or nothing if the turn is empty."""
-        if self._reasoning or self._text or self._calls:
-            calls, reasoning = self._calls or None, self._reasoning or None
-            yield openai.Message(role="assistant", content=self._text, reasoning_content=reasoning, tool_calls=calls)
+            calls.append(openai.ToolCall(id=item.call_id, function=function))
+        elif item is not None and is_text:
+            text = openai.text_of(item.content)
+        elif item is not None:
+            yield openai.Message(role=item.role, content=openai.text_of(item.content))
 
 
 def _tool(tool: bodies.FunctionTool) -> openai.Tool:
