@@ -83,8 +83,9 @@ def options_of(cls: Any) -> tuple[Option, ...]:
     options = []
     for f in fields(cls):
         metadata = get_args(hints[f.name])[1:] if get_origin(hints[f.name]) is Annotated else ()
-        default = f.default if f.default_factory is MISSING else f.default_factory()
-        options += [Option(f.name, hints[f.name], default, about) for about in metadata if isinstance(about, About)]
+        if (about := next((item for item in metadata if isinstance(item, About)), None)) is not None:
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            options.append(Option(f.name, hints[f.name], default, about))
     return tuple(options)
 
 
