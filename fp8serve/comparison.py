@@ -96,12 +96,16 @@ def compare(a: Path, b: Path, advance: Advance | None = None) -> Comparison:
     content_a, content_b = _read_content(a), _read_content(b)
     if not content_a.tensors & content_b.tensors:
         raise ModelError(f"{a} and {b} have no weight and no scale in common, so there is nothing to compare.")
+    config_a, config_b = content_a.config, content_b.config
+    if content_a.checkpoint is None or content_b.checkpoint is None:  # a file of scales has few keys
+        common = config_a.keys() & config_b.keys()
+        config_a, config_b = ({key: config[key] for key in common} for config in (config_a, config_b))
     weights, same_weights = _compare_weights(content_a.checkpoint, content_b.checkpoint, advance)
     scales, same_scales = _compare_scales(content_a.scales, content_b.scales)
     return Comparison(
         a=str(a),
         b=str(b),
-        config=_config_changes(*_comparable_configs(content_a, content_b)),
+        config=_config_changes(config_a, config_b),
         weights=weights,
         scales=scales,
         only_in_a=tuple(sorted(content_a.tensors - content_b.tensors)),
@@ -160,14 +164,6 @@ def _cache_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 # -- configuration ---------------------------------------------------------------------------------------------------
 
 
-def _comparable_configs(a: _Content, b: _Content) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns both configurations, or only their common keys if `a` or `b` is a file of scales."""
-    if a.checkpoint is not None and b.checkpoint is not None:
-        return a.config, b.config
-    common = a.config.keys() & b.config.keys()
-    return {key: a.config[key] for key in common}, {key: b.config[key] for key in common}
-
-
 def _config_changes(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
     changes: dict[str, tuple[Any, Any]] = {}
     for key in dict.fromkeys((*a, *b)):
@@ -183,7 +179,6 @@ def _config_changes(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = ""
 
 
 def _compare_scales(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[tuple[ScaleChange, ...], int]:
-    """Returns the scales that differ and the number of equal scales."""
     common = [name for name in a if name in b]
     changed = [
         _scale_change(name, a[name].float(), b[name].float()) for name in common if not torch.equal(a[name], b[name])
@@ -260,7 +255,8 @@ def _weight_change(name: str, a: _Weight, b: _Weight) -> WeightChange | None:
         largest = max(largest, float(change.abs().max()))
         signal += float(slice_a.square().sum(dtype=torch.float64))
         noise += float(change.square().sum(dtype=torch.float64))
-    return WeightChange(name, str(a), str(b), differing, largest, _decibels(signal, noise))
+    sqnr = None if signal == 0 or noise == 0 else 10 * math.log10(signal / noise)
+    return WeightChange(name, str(a), str(b), differing, largest, sqnr)
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -271,7 +267,3 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _bits(x: Tensor) -> Tensor:
     return x.view(INTEGER_DTYPES[x.dtype.itemsize])
-
-
-def _decibels(signal: float, noise: float) -> float | None:
-    return None if signal == 0 or noise == 0 else 10 * math.log10(signal / noise)

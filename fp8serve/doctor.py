@@ -164,18 +164,15 @@ _MX_ON_GPU = "on a GPU torch widens both operands to BF16, and mm multiplies the
 
 def _recipes(needed: dict[str, tuple[str, ...]], kernels: dict[str, str], has_gpu: bool) -> dict[str, dict[str, str]]:
     """Returns how each recipe runs, by name. `needed` are the ops of its linear layers."""
-    recipes = {name: _recipe(ops, kernels) for name, ops in needed.items()}
+    recipes = {}
+    for name, ops in needed.items():
+        if reference_ops := [op for op in ops if "reference" in kernels[op]]:
+            recipes[name] = {"runs": "on the reference", "why": f"no compiled kernel for {', '.join(reference_ops)}"}
+        else:
+            recipes[name] = {"runs": "natively", "why": f"compiled kernels serve {', '.join(ops)}"}
     if has_gpu:
         recipes["mxfp8"]["why"] += f"; {_MX_ON_GPU}"
     return recipes
-
-
-def _recipe(needed: tuple[str, ...], kernels: dict[str, str]) -> dict[str, str]:
-    """Returns how a recipe runs. `needed` are the ops of its linear layers."""
-    reference_ops = [op for op in needed if "reference" in kernels[op]]
-    if reference_ops:
-        return {"runs": "on the reference", "why": f"no compiled kernel for {', '.join(reference_ops)}"}
-    return {"runs": "natively", "why": f"compiled kernels serve {', '.join(needed)}"}
 
 
 def _cuda_state() -> str:

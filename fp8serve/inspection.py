@@ -82,12 +82,18 @@ def _inspect_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any
     try:
         checkpoint = open_checkpoint(path)
     except ModelError as error:
-        scales = _from_names(_existing_shards(path)) + ([] if state is None else _from_scales(state, FILE_NAME))
+        headers = [read_header(file)[0] for file in sorted(path.glob("*.safetensors")) if file.name != FILE_NAME]
+        shards = Shards({key: tensor for header in headers for key, tensor in header.items()}, {})
+        scales = _from_names(shards) + ([] if state is None else _from_scales(state, FILE_NAME))
         return _report(path, "a model that cannot be loaded here", scales, problem=str(error).removesuffix("."))
     scales = _from_checkpoint(checkpoint)
     if state is not None:
         scales += _from_scales(state, FILE_NAME, dict(find_contradictions(checkpoint, state)))
-    problem = _serving_problem(checkpoint)
+    problem = None
+    try:
+        check_servable(checkpoint)
+    except (ModelError, ScalesError) as error:
+        problem = str(error).removesuffix(".")
     cache_problem = None if isinstance(checkpoint.any_config, EncoderConfig) else kv_scales_error(path)
     notes = [
         *unused_part_notes(path, checkpoint.omitted_modules),
@@ -98,40 +104,22 @@ def _inspect_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any
     return _report(path, _describe(checkpoint), scales, notes, problem, computed, cache_problem)
 
 
-def _existing_shards(path: Path) -> Shards:
-    """Returns the tensors of all existing weight files, without reading an index."""
-    headers = [read_header(file)[0] for file in sorted(path.glob("*.safetensors")) if file.name != FILE_NAME]
-    return Shards({key: tensor for header in headers for key, tensor in header.items()}, {})
-
-
 def _from_names(shards: Shards) -> list[Scale]:
     """Returns the tensors with the name of a scale, for models that cannot be loaded."""
-    scales = [_scale_by_name(shards, key) for key in sorted(shards, key=_natural_order)]
-    return [scale for scale in scales if scale is not None]
-
-
-def _scale_by_name(shards: Shards, key: str) -> Scale | None:
-    file = shards.entries[key].file.name
-    try:
-        result = interop.parse_scale_key(key)
-    except ModelError:
-        return _scale(key, key, "unknown", shards[key], file, problem="has a meaning that is not known")
-    tensor = "" if result is None else f"{result.owner}.{result.role}"
-    return _scale(tensor, key, "dequantizes", shards[key], file) if tensor else None
+    scales = []
+    for key in sorted(shards, key=_natural_order):
+        file = shards.entries[key].file.name
+        try:
+            if (result := interop.parse_scale_key(key)) is not None:
+                scales.append(_scale(f"{result.owner}.{result.role}", key, "dequantizes", shards[key], file))
+        except ModelError:
+            scales.append(_scale(key, key, "unknown", shards[key], file, problem="has a meaning that is not known"))
+    return scales
 
 
 def _natural_order(key: str) -> list[tuple[int, str]]:
     """Returns a sort key by which layer 10 comes after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]
-
-
-def _serving_problem(checkpoint: Checkpoint) -> str | None:
-    """Returns why the model cannot be served, or None."""
-    try:
-        check_servable(checkpoint)
-    except (ModelError, ScalesError) as error:
-        return str(error).removesuffix(".")
-    return None
 
 
 def _report(

@@ -80,17 +80,13 @@ def _field_values(instance: Any) -> dict[str, Any]:
 def options_of(cls: Any) -> tuple[Option, ...]:
     """Returns the fields of the dataclass `cls` that have an `About`, in their order."""
     hints = get_type_hints(cls, include_extras=True)
-    result = ((f, _about(hints[f.name])) for f in fields(cls))
-    return tuple(Option(f.name, hints[f.name], _default(f), about) for f, about in result if about is not None)
-
-
-def _about(annotation: Any) -> About | None:
-    metadata = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return next((item for item in metadata if isinstance(item, About)), None)
-
-
-def _default(field: Any) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+    options = []
+    for f in fields(cls):
+        metadata = get_args(hints[f.name])[1:] if get_origin(hints[f.name]) is Annotated else ()
+        if (about := next((item for item in metadata if isinstance(item, About)), None)) is not None:
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            options.append(Option(f.name, hints[f.name], default, about))
+    return tuple(options)
 
 
 def check(options: Any, error: type[Fp8ServeError]) -> None:
@@ -121,10 +117,10 @@ def _validator(cls: Any) -> Any:
 
 
 def _message(error: Mapping[str, Any]) -> str:
-    """Returns a sentence for one of pydantic's errors, with the option's name and value."""
     field, *location = error["loc"]
     name = f"{field}" + "".join(f"[{part}]" for part in location if isinstance(part, int))
-    value = "" if error["type"] in _STATEMENTS else f", not {shown(_invalid_value(error))}"
+    invalid = (error.get("ctx") or {}).get("actual_length") or error["input"]  # the length, if that is invalid
+    value = "" if error["type"] in _STATEMENTS else f", not {shown(invalid)}"
     return f"{describe_violation(name, error)}{value}."
 
 
@@ -179,11 +175,6 @@ _RULES = {
     "union_tag_not_found": "have a {discriminator}",
 }  # fmt: skip
 """Further rules, with placeholders for the values of pydantic's error."""
-
-
-def _invalid_value(error: Mapping[str, Any]) -> Any:
-    """Returns the invalid value, or its length if the length is invalid."""
-    return (error.get("ctx") or {}).get("actual_length") or error["input"]
 
 
 def known_fields(cls: type, data: object) -> dict[str, Any]:

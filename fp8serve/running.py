@@ -91,11 +91,9 @@ class RunningServer:
         return True
 
     def get(self, path: str) -> Any:
-        """Sends a GET request and returns the JSON of the response."""
         return self._send(urllib.request.Request(self.url + path))
 
     def post(self, path: str, body: Any = None) -> Any:
-        """Sends a POST request and returns the JSON of the response."""
         headers = {"Content-Type": "application/json"}
         return self._send(urllib.request.Request(self.url + path, json.dumps(body or {}).encode(), headers))
 

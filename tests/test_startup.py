@@ -91,16 +91,16 @@ def test_the_front_end_accepts_a_job_for_a_transformers_model_without_torch(tmp_
 from pathlib import Path
 import fp8serve.server.app
 from fp8serve.server.faults import Fault
-from fp8serve.server.finetuning.job_directory import JobDirectories
+from fp8serve.server.finetuning.submission import Submissions
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.server.serving.served_weights import WeightSource
 from fp8serve.server.settings import Settings
 model, out = Path(sys.argv[1]), Path(sys.argv[1]) / "job"
 settings = Settings(model=model)
-directories, source = JobDirectories(settings, model, None), WeightSource("base", "mine", model, settings)
-config = directories.fill(out, FinetuneBody(data=[{"text": "a"}]), source, None)
+submissions, source = Submissions(settings, model, *[None] * 6), WeightSource("base", "mine", model, settings)
+config = submissions.fill_directory(out, FinetuneBody(data=[{"text": "a"}]), source, None)
 try:
-    directories.fill(model / "long", FinetuneBody(data=[{"text": "a"}], seq_len=257), source, None)
+    submissions.fill_directory(model / "long", FinetuneBody(data=[{"text": "a"}], seq_len=257), source, None)
 except Fault as fault:
     print(json.dumps([config.seq_len, fault.message]))
 """

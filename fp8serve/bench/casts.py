@@ -133,10 +133,7 @@ CASTS: Mapping[str, Probe] = {
     "silu_mul_quantize": _gated,
     "write_kv": _cache,
 }
-SCALES: Mapping[str, Probe] = {
-    "scale of each value": _rows(1, False),
-    "the same, power of two": _rows(1, True),
-}
+SCALES: Mapping[str, Probe] = {"scale of each value": _rows(1, False), "the same, power of two": _rows(1, True)}
 PROBES = {**CASTS, **SCALES}
 
 

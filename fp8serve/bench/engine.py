@@ -83,7 +83,11 @@ def measure_engine(
     decode = []
     for index, batch in enumerate(batches):
         report(f"decode, batch {batch}", index + 1, len(batches) + 1)
-        decode.append({"batch": batch, **_decode(engine, batch, prompt, new)})
+        _run_to_first_tokens(engine, _requests(engine, batch, prompt, engine.limits.max_model_len - prompt))
+        steps = [_seconds(engine.step) for _ in range(new)]
+        engine.abort_all()
+        rate, fastest = batch / percentile(steps, 0.5), 1e3 * min(steps)
+        decode.append({"batch": batch, "tokens_per_second": rate, "fastest_ms": fastest, **latencies(steps)})
     return {
         "model": engine.info(),
         "load_seconds": load_end - start,
@@ -109,13 +113,6 @@ def _run_to_first_tokens(engine: Engine, requests: list[Request]) -> None:
         engine.add_request(request)
     while waiting:
         waiting -= {output.request_id for output in engine.step()}
-
-
-def _decode(engine: Engine, batch: int, prompt: int, new: int) -> dict[str, float]:
-    _run_to_first_tokens(engine, _requests(engine, batch, prompt, engine.limits.max_model_len - prompt))
-    steps = [_seconds(engine.step) for _ in range(new)]
-    engine.abort_all()
-    return {"tokens_per_second": batch / percentile(steps, 0.5), "fastest_ms": 1e3 * min(steps), **latencies(steps)}
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -70,7 +70,6 @@ def _fp8(*shape: int) -> Tensor:
 
 
 def _take_turns(calls: list[Call]) -> Call:
-    """Returns a function that calls one of `calls` after the other."""
     turns = cycle(calls)
     return lambda: next(turns)()
 

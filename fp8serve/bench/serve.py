@@ -177,7 +177,6 @@ async def _send(
 
 
 async def _send_request(client: "AsyncClient", url: str, path: str, body: dict[str, Any]) -> Outcome:
-    """Sends one request and reads its stream to the end."""
     outcome, start = Outcome(), time.perf_counter()
     try:
         with translated_errors(url):

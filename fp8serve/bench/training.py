@@ -91,7 +91,6 @@ def step_summary(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, fl
 
 
 def _step(forward: Forward, batch: PackedBatch, optimizer: Optimizer) -> float:
-    """Runs a training step and returns its seconds."""
     start = time.perf_counter()
     loss, _ = summed_loss(forward.logits(batch), batch.targets)
     (loss / len(batch.targets)).backward()  # type: ignore[no-untyped-call]
@@ -134,7 +133,6 @@ def monitor_summary(times: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def _round(forward: Forward, batch: PackedBatch, every: int, monitor: Monitor | None = None) -> float:
-    """Runs `every` steps and returns the seconds for each step."""
     start = time.perf_counter()
     for _ in range(every):
         loss, _ = summed_loss(forward.logits(batch), batch.targets)

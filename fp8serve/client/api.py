@@ -41,17 +41,14 @@ class Api:
         self._client.close()
 
     def get(self, path: str, **query: str | int) -> Any:
-        """Sends a GET request and returns the JSON of the response."""
         with translated_errors(self.url):
             return parse_response(self._client.get(self.url + path, params=query))
 
     def post(self, path: str, body: Any = None) -> Any:
-        """Sends a POST request and returns the JSON of the response."""
         with translated_errors(self.url):
             return parse_response(self._client.post(self.url + path, content=encode_json(body), headers=JSON))
 
     def delete(self, path: str) -> Any:
-        """Sends a DELETE request and returns the JSON of the response."""
         with translated_errors(self.url):
             return parse_response(self._client.delete(self.url + path))
 

@@ -76,7 +76,6 @@ def _open_model(
     model: str | None, server: str | None, served: str | None, key_file: Path | None,
     engine: OptionValues[EngineOptions], adapter: Path | None, is_interactive: bool,
 ) -> "Iterator[ChatModel]":  # fmt: skip
-    """Yields the model of a server, or a local model."""
     from fp8serve.chat.models import LocalModel, RemoteModel
 
     if server is not None:

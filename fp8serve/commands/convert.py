@@ -52,7 +52,6 @@ def command(
 
 
 def _source(name: str, format: Target | None) -> Path:
-    """Returns the path of the model: a directory or a GGUF file."""
     from fp8serve.hub import find_model
     from fp8serve.model.gguf import smollm2_file
 

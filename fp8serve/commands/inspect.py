@@ -23,15 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fp8serve.errors import RequestError, ScalesError
-from fp8serve.terminal import (
-    AsJson,
-    ReportFile,
-    check_report,
-    print_json,
-    print_table,
-    progress,
-    write_report,
-)
+from fp8serve.terminal import AsJson, ReportFile, check_report, print_json, print_table, progress, write_report
 
 if TYPE_CHECKING:
     from fp8serve.comparison import Comparison, ScaleChange, WeightChange
@@ -45,8 +37,7 @@ def command(
     path: Annotated[
         str,
         typer.Argument(
-            metavar="PATH",
-            help="Model (directory or name), scales.safetensors, or Transformer Engine state.",
+            metavar="PATH", help="Model (directory or name), scales.safetensors, or Transformer Engine state."
         ),
     ],
     other: Annotated[str | None, typer.Argument(metavar="OTHER", help="Checkpoint to compare PATH with.")] = None,
@@ -85,7 +76,6 @@ def _show(path: Path, report_file: Path | None, json: bool) -> None:
 
 
 def _write_calibration_report(path: Path, report_file: Path | None) -> None:
-    """Writes the report of the calibration whose calibration.json is in the directory."""
     if report_file is None:
         return
     check_report(report_file)

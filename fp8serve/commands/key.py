@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from fp8serve.errors import MachineError, RequestError
-from fp8serve.server.access.keys import SCOPES, Keys, format_key_line, new_key, parse_keys, read_keys
+from fp8serve.server.access.keys import SCOPES, format_key_line, new_key, parse_keys, read_keys
 from fp8serve.terminal import AsJson, print_json, print_table, remark
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
@@ -82,26 +82,15 @@ def list_keys(
     Examples:
       fp8serve key list keys.toml
     """
-    rows = _rows(read_keys(file))
+    rows: list[dict[str, Any]] = [
+        {"name": caller.name, "tenant": caller.tenant, "scopes": list(caller.scopes), **vars(caller.limits)}
+        for caller in read_keys(file).digests.values()
+    ]
     if json:
         print_json(rows)
     else:
         columns = ("name", "tenant", "scopes", "requests/min", "tokens/min", "concurrent")
         print_table(columns, [(*(_cell(value) for value in row.values()),) for row in rows])
-
-
-def _rows(keys: Keys) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": caller.name,
-            "tenant": caller.tenant,
-            "scopes": list(caller.scopes),
-            "requests_per_minute": caller.limits.requests_per_minute,
-            "tokens_per_minute": caller.limits.tokens_per_minute,
-            "concurrent_requests": caller.limits.concurrent_requests,
-        }
-        for caller in keys.digests.values()
-    ]
 
 
 def _cell(value: Any) -> str:

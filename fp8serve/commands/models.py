@@ -40,13 +40,10 @@ def list_models(server: Server = URL, api_key_file: KeyFile = None, json: AsJson
     if json:
         print_json(rows)
     else:
-        print_table(("model", "source", "served", "state", "base", "rank"), [_row(row) for row in rows])
-
-
-def _row(row: dict[str, Any]) -> tuple[str, ...]:
-    base = None if row["base"] == row["model"] else row["base"]
-    cells = (row["model"], row["source"], "yes" if row["served"] else "no", row["state"], base, row["rank"])
-    return tuple(printable(str(cell or "-")) for cell in cells)
+        shown = [row | {"served": "yes" if row["served"] else "no"} for row in rows]
+        shown = [row | ({"base": None} if row["base"] == row["model"] else {}) for row in shown]
+        columns = ("model", "source", "served", "state", "base", "rank")
+        print_table(columns, [[printable(str(row[name] or "-")) for name in columns] for row in shown])
 
 
 def _model_rows(api: Api) -> list[dict[str, Any]]:

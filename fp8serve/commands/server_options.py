@@ -21,8 +21,7 @@ Served = Annotated[
     typer.Option("--model", metavar="NAME", help="Name of one of the server's models.", show_default="its first"),
 ]
 KeyFile = Annotated[
-    Path | None,
-    typer.Option(help="File that contains only the server's key.", show_default="FP8SERVE_API_KEY"),
+    Path | None, typer.Option(help="File that contains only the server's key.", show_default="FP8SERVE_API_KEY")
 ]
 
 AdapterDir = Annotated[

@@ -1,6 +1,6 @@
 """The errors of requests: their codes, statuses and response bodies.
 
-`Code` names the error. `KINDS` gives its HTTP status under `/v1` and on native routes, its OpenAI `type` and its
+`Code` names the error, and its `kind` gives the HTTP status under `/v1` and on native routes, the OpenAI `type` and the
 text-generation-inference `error_type`. Handlers raise `Fault(Code.X, "sentence", param=...)` and never build an error
 response themselves; the request's path decides its format. Bodies are much smaller than 16 KiB and contain neither the
 request's values nor paths on the server's disk: `safe_text` shortens and cleans messages of other programs.
@@ -12,47 +12,6 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse
-
-
-class Code(Enum):
-    """The error codes. Their values are the field `code` of error responses."""
-
-    INVALID_JSON = "invalid_json"
-    INVALID_PARAMETER = "invalid_parameter"
-    UNKNOWN_PARAMETER = "unknown_parameter"
-    UNSUPPORTED_PARAMETER = "unsupported_parameter"
-    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-    TEMPLATE_ERROR = "template_error"
-    TOKENIZER_ERROR = "tokenizer_error"
-    INVALID_API_KEY = "invalid_api_key"
-    FORBIDDEN = "forbidden"
-    ROUTE_NOT_FOUND = "route_not_found"
-    METHOD_NOT_ALLOWED = "method_not_allowed"
-    MODEL_NOT_FOUND = "model_not_found"
-    JOB_NOT_FOUND = "job_not_found"
-    FILE_NOT_FOUND = "file_not_found"
-    REQUEST_NOT_FOUND = "request_not_found"
-    REQUEST_TIMEOUT = "request_timeout"
-    REQUEST_CANCELLED = "request_cancelled"
-    JOB_STATE = "job_state"
-    IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
-    ALIAS_BUSY = "alias_busy"
-    TRAINING_REFUSED = "training_refused"
-    ACTIVATION_FAILED = "activation_failed"
-    NOT_ROLLING = "scales_not_rolling"
-    LOAD_FAILED = "load_failed"
-    NAME_TAKEN = "name_taken"
-    BODY_TOO_LARGE = "body_too_large"
-    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
-    QUEUE_FULL = "queue_full"
-    RATE_LIMITED = "rate_limit_exceeded"
-    STARTING = "starting"
-    DRAINING = "draining"
-    PAUSED = "paused_for_training"
-    ENGINE_DOWN = "engine_down"
-    GENERATION_FAILED = "generation_failed"
-    INTERNAL = "internal_error"
-    DISK_FULL = "disk_full"
 
 
 class Kind(NamedTuple):
@@ -70,44 +29,54 @@ _CONFLICT = Kind(409, 409, "conflict_error", "conflict")
 _MISSING = Kind(404, 404, "not_found_error", "not_found")
 _UNAVAILABLE = Kind(503, 503, "server_error", "overloaded", is_retryable=True)
 
-KINDS: dict[Code, Kind] = {
-    Code.INVALID_JSON: _INVALID,
-    Code.INVALID_PARAMETER: _INVALID,
-    Code.UNKNOWN_PARAMETER: _INVALID,
-    Code.UNSUPPORTED_PARAMETER: _INVALID,
-    Code.CONTEXT_LENGTH_EXCEEDED: _INVALID,
-    Code.TEMPLATE_ERROR: Kind(400, 422, "invalid_request_error", "template_error"),
-    Code.TOKENIZER_ERROR: Kind(400, 422, "invalid_request_error", "validation"),
-    Code.INVALID_API_KEY: Kind(401, 401, "authentication_error", "unauthorized"),
-    Code.FORBIDDEN: Kind(403, 403, "permission_error", "unauthorized"),
-    Code.ROUTE_NOT_FOUND: _MISSING,
-    Code.METHOD_NOT_ALLOWED: Kind(405, 405, "invalid_request_error", "validation"),
-    Code.MODEL_NOT_FOUND: _MISSING,
-    Code.JOB_NOT_FOUND: _MISSING,
-    Code.FILE_NOT_FOUND: _MISSING,
-    Code.REQUEST_NOT_FOUND: _MISSING,
-    Code.REQUEST_CANCELLED: _CONFLICT,
-    Code.REQUEST_TIMEOUT: Kind(408, 408, "invalid_request_error", "validation"),
-    Code.JOB_STATE: _CONFLICT,
-    Code.IDEMPOTENCY_MISMATCH: _CONFLICT,
-    Code.ALIAS_BUSY: _CONFLICT,
-    Code.TRAINING_REFUSED: _CONFLICT,
-    Code.ACTIVATION_FAILED: _CONFLICT,
-    Code.NOT_ROLLING: _CONFLICT,
-    Code.LOAD_FAILED: _CONFLICT,
-    Code.NAME_TAKEN: _CONFLICT,
-    Code.BODY_TOO_LARGE: Kind(413, 413, "invalid_request_error", "validation"),
-    Code.UNSUPPORTED_MEDIA_TYPE: Kind(415, 415, "invalid_request_error", "validation"),
-    Code.QUEUE_FULL: Kind(429, 429, "rate_limit_error", "overloaded", is_retryable=True),
-    Code.RATE_LIMITED: Kind(429, 429, "rate_limit_error", "overloaded", is_retryable=True),
-    Code.STARTING: _UNAVAILABLE,
-    Code.DRAINING: _UNAVAILABLE,
-    Code.PAUSED: _UNAVAILABLE,
-    Code.ENGINE_DOWN: _UNAVAILABLE,
-    Code.GENERATION_FAILED: Kind(500, 424, "server_error", "generation"),
-    Code.INTERNAL: Kind(500, 500, "server_error", "internal"),
-    Code.DISK_FULL: Kind(507, 507, "server_error", "storage"),
-}
+
+class Code(Enum):
+    """The error codes. Their values are the field `code` of error responses."""
+
+    INVALID_JSON = "invalid_json", _INVALID
+    INVALID_PARAMETER = "invalid_parameter", _INVALID
+    UNKNOWN_PARAMETER = "unknown_parameter", _INVALID
+    UNSUPPORTED_PARAMETER = "unsupported_parameter", _INVALID
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded", _INVALID
+    TEMPLATE_ERROR = "template_error", Kind(400, 422, "invalid_request_error", "template_error")
+    TOKENIZER_ERROR = "tokenizer_error", _INVALID
+    INVALID_API_KEY = "invalid_api_key", Kind(401, 401, "authentication_error", "unauthorized")
+    FORBIDDEN = "forbidden", Kind(403, 403, "permission_error", "unauthorized")
+    ROUTE_NOT_FOUND = "route_not_found", _MISSING
+    METHOD_NOT_ALLOWED = "method_not_allowed", Kind(405, 405, "invalid_request_error", "validation")
+    MODEL_NOT_FOUND = "model_not_found", _MISSING
+    JOB_NOT_FOUND = "job_not_found", _MISSING
+    FILE_NOT_FOUND = "file_not_found", _MISSING
+    REQUEST_NOT_FOUND = "request_not_found", _MISSING
+    REQUEST_TIMEOUT = "request_timeout", Kind(408, 408, "invalid_request_error", "validation")
+    REQUEST_CANCELLED = "request_cancelled", _CONFLICT
+    JOB_STATE = "job_state", _CONFLICT
+    IDEMPOTENCY_MISMATCH = "idempotency_mismatch", _CONFLICT
+    ALIAS_BUSY = "alias_busy", _CONFLICT
+    TRAINING_REFUSED = "training_refused", _CONFLICT
+    ACTIVATION_FAILED = "activation_failed", _CONFLICT
+    NOT_ROLLING = "scales_not_rolling", _CONFLICT
+    LOAD_FAILED = "load_failed", _CONFLICT
+    NAME_TAKEN = "name_taken", _CONFLICT
+    BODY_TOO_LARGE = "body_too_large", Kind(413, 413, "invalid_request_error", "validation")
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type", Kind(415, 415, "invalid_request_error", "validation")
+    QUEUE_FULL = "queue_full", Kind(429, 429, "rate_limit_error", "overloaded", is_retryable=True)
+    RATE_LIMITED = "rate_limit_exceeded", Kind(429, 429, "rate_limit_error", "overloaded", is_retryable=True)
+    STARTING = "starting", _UNAVAILABLE
+    DRAINING = "draining", _UNAVAILABLE
+    PAUSED = "paused_for_training", _UNAVAILABLE
+    ENGINE_DOWN = "engine_down", _UNAVAILABLE
+    GENERATION_FAILED = "generation_failed", Kind(500, 424, "server_error", "generation")
+    INTERNAL = "internal_error", Kind(500, 500, "server_error", "internal")
+    DISK_FULL = "disk_full", Kind(507, 507, "server_error", "storage")
+
+    kind: Kind
+
+    def __new__(cls, value: str, kind: Kind = _INVALID) -> "Code":  # the default is for `Code("internal_error")`
+        code = object.__new__(cls)
+        code._value_, code.kind = value, kind
+        return code
+
 
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -155,11 +124,10 @@ class Fault(Exception):  # noqa: N818 - the request failed, not the program
         self.message = safe_text(message)
         self.param = param if param is None else safe_text(param)[:120]
         self.hint = hint
-        self.retry_after = retry_after if retry_after is not None or not KINDS[code].is_retryable else 1
+        self.retry_after = retry_after if retry_after is not None or not code.kind.is_retryable else 1
 
     def status(self, path: str) -> int:
-        kind = KINDS[self.code]
-        return kind.v1_status if is_openai(path) else kind.native_status
+        return self.code.kind.v1_status if is_openai(path) else self.code.kind.native_status
 
     def body(self, path: str, request_id: str) -> dict[str, Any]:
         """Returns the error body for `path`: in the format of Anthropic or OpenAI under /v1, of TGI elsewhere."""
@@ -173,7 +141,7 @@ class Fault(Exception):  # noqa: N818 - the request failed, not the program
         return f"{self.message} {self.hint}" if self.hint else self.message
 
     def anthropic(self, request_id: str) -> dict[str, Any]:
-        status = KINDS[self.code].v1_status
+        status = self.code.kind.v1_status
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         error: dict[str, Any] = {"type": kind, "message": self.full_message}
         if self.param == "thread":  # Anthropic's client then repeats the request without this field
@@ -184,7 +152,7 @@ class Fault(Exception):  # noqa: N818 - the request failed, not the program
         return {
             "error": {
                 "message": self.full_message,
-                "type": KINDS[self.code].openai_type,
+                "type": self.code.kind.openai_type,
                 "param": self.param,
                 "code": self.code.value,
             }
@@ -195,7 +163,7 @@ class Fault(Exception):  # noqa: N818 - the request failed, not the program
         projects may show only that field."""
         is_unknown_path = self.code is Code.ROUTE_NOT_FOUND
         error, hint = (self.full_message, None) if is_unknown_path else (self.message, self.hint)
-        body = {"error": error, "error_type": KINDS[self.code].native_type, "code": self.code.value}
+        body = {"error": error, "error_type": self.code.kind.native_type, "code": self.code.value}
         extra = {"param": self.param, "hint": hint, "request_id": request_id}
         return body | {key: value for key, value in extra.items() if value}
 
@@ -205,7 +173,7 @@ class Fault(Exception):  # noqa: N818 - the request failed, not the program
             return {"WWW-Authenticate": 'Basic realm="fp8serve", charset="UTF-8"'}
         if self.retry_after is not None:
             return {"Retry-After": str(self.retry_after)}
-        return {"x-should-retry": "false"} if KINDS[self.code].v1_status in (408, 409) else {}
+        return {"x-should-retry": "false"} if self.code.kind.v1_status in (408, 409) else {}
 
     def response(self, path: str, request_id: str) -> JSONResponse:
         id_header = {"request-id": request_id} if is_anthropic(path) else {}

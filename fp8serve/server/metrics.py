@@ -111,7 +111,6 @@ class LabeledCounter(Family[Counter]):
 
 
 def families(owner: type) -> list[Family[Any]]:
-    """Returns the families that a class declares."""
     return [family for family in vars(owner).values() if isinstance(family, Family)]
 
 
@@ -268,7 +267,6 @@ class Metrics:
         return ModelMetrics(self._model_families, name)
 
     def render(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
@@ -279,91 +277,74 @@ class EngineMetric(NamedTuple):
     """A metric that an engine reports under `key` of its statistics, or of a layer's record in `Engine.scales`."""
 
     key: str
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
     name: str
     help_text: str
     vllm: str = ""
 
+    @property
+    def family(self) -> type[CounterMetricFamily] | type[GaugeMetricFamily]:
+        return CounterMetricFamily if self.key.endswith("_total") else GaugeMetricFamily
+
 
 ENGINE_METRICS = (
+    EngineMetric("running", "requests_running", "Sequences in the running batch", "num_requests_running"),
     EngineMetric(
-        "running", GaugeMetricFamily, "requests_running", "Sequences in the running batch", "num_requests_running"
+        "waiting", "requests_waiting", "Sequences that wait to enter the running batch", "num_requests_waiting"
     ),
     EngineMetric(
-        "waiting", GaugeMetricFamily, "requests_waiting", "Sequences that wait to enter the running batch",
-        "num_requests_waiting",
+        "kv_usage", "kv_cache_usage_ratio", "Share of the KV cache blocks in use, 0 to 1", "kv_cache_usage_perc"
     ),
+    EngineMetric("kv_blocks_used", "kv_cache_blocks_used", "KV cache blocks in use"),
+    EngineMetric("layers_drifting", "layers_drifting", "FP8 layers whose input drift exceeds --drift-alarm"),
     EngineMetric(
-        "kv_usage", GaugeMetricFamily, "kv_cache_usage_ratio", "Share of the KV cache blocks in use, 0 to 1",
-        "kv_cache_usage_perc",
-    ),
-    EngineMetric("kv_blocks_used", GaugeMetricFamily, "kv_cache_blocks_used", "KV cache blocks in use"),
-    EngineMetric(
-        "layers_drifting", GaugeMetricFamily, "layers_drifting", "FP8 layers whose input drift exceeds --drift-alarm"
-    ),
-    EngineMetric(
-        "input_saturation_max", GaugeMetricFamily, "input_cut_off_max_ratio",
+        "input_saturation_max", "input_cut_off_max_ratio",
         "Share of input elements that were clipped in the last window, in the layer with the largest share",
     ),
     EngineMetric(
-        "input_drift_max", GaugeMetricFamily, "input_drift_max_ratio",
+        "input_drift_max", "input_drift_max_ratio",
         "Input amax of the last window divided by the calibrated amax, in the layer with the largest ratio",
     ),
     EngineMetric(
-        "scale_windows_total", CounterMetricFamily, "scale_windows",
-        "Windows of layer inputs that the current engine process has measured",
+        "scale_windows_total", "scale_windows", "Windows of layer inputs that the current engine process has measured"
     ),
+    EngineMetric("steps_total", "engine_steps", "Batches that the current engine process has computed"),
     EngineMetric(
-        "steps_total", CounterMetricFamily, "engine_steps", "Batches that the current engine process has computed"
-    ),
-    EngineMetric(
-        "preemptions_total", CounterMetricFamily, "preemptions",
+        "preemptions_total", "preemptions",
         "Preemptions of sequences, which lose their KV cache blocks and are recomputed", "num_preemptions",
     ),
     EngineMetric(
-        "prefix_queried_tokens_total", CounterMetricFamily, "prefix_cache_queried_tokens",
+        "prefix_queried_tokens_total", "prefix_cache_queried_tokens",
         "Prompt tokens that were looked up in the prefix cache", "prefix_cache_queries",
     ),
     EngineMetric(
-        "prefix_hit_tokens_total", CounterMetricFamily, "prefix_cache_hit_tokens",
-        "Prompt tokens that were found in the prefix cache", "prefix_cache_hits",
+        "prefix_hit_tokens_total", "prefix_cache_hit_tokens", "Prompt tokens that were found in the prefix cache",
+        "prefix_cache_hits",
     ),
     EngineMetric(
-        "prefix_restored_hit_tokens_total", CounterMetricFamily, "prefix_cache_restored_hit_tokens",
+        "prefix_restored_hit_tokens_total", "prefix_cache_restored_hit_tokens",
         "Prompt tokens that were found in prefix cache blocks restored from --cache-dir",
     ),
     EngineMetric(
-        "drafts_total", CounterMetricFamily, "drafts", "Drafts of speculative decoding that were verified",
-        "spec_decode_num_drafts",
+        "drafts_total", "drafts", "Drafts of speculative decoding that were verified", "spec_decode_num_drafts"
     ),
     EngineMetric(
-        "draft_tokens_total", CounterMetricFamily, "draft_tokens", "Draft tokens that were verified",
-        "spec_decode_num_draft_tokens",
+        "draft_tokens_total", "draft_tokens", "Draft tokens that were verified", "spec_decode_num_draft_tokens"
     ),
     EngineMetric(
-        "accepted_draft_tokens_total", CounterMetricFamily, "accepted_draft_tokens",
-        "Draft tokens that were accepted", "spec_decode_num_accepted_tokens",
+        "accepted_draft_tokens_total", "accepted_draft_tokens", "Draft tokens that were accepted",
+        "spec_decode_num_accepted_tokens",
     ),
-    EngineMetric(
-        "draft_model_tokens_total", CounterMetricFamily, "draft_model_tokens", "Tokens that the draft model computed"
-    ),
+    EngineMetric("draft_model_tokens_total", "draft_model_tokens", "Tokens that the draft model computed"),
 )  # fmt: skip
 LAYER_METRICS = (
+    EngineMetric("amax", "layer_input_amax", "Input amax of an FP8 layer since the engine started"),
     EngineMetric(
-        "amax", GaugeMetricFamily, "layer_input_amax",
-        "Input amax of an FP8 layer since the engine started",
-    ),
-    EngineMetric(
-        "headroom", GaugeMetricFamily, "layer_headroom_ratio",
+        "headroom", "layer_headroom_ratio",
         "Factor by which the inputs of an FP8 layer could grow and still fit its scale",
     ),
+    EngineMetric("saturation", "layer_cut_off_ratio", "Share of the input elements of an FP8 layer that were clipped"),
     EngineMetric(
-        "saturation", GaugeMetricFamily, "layer_cut_off_ratio",
-        "Share of the input elements of an FP8 layer that were clipped",
-    ),
-    EngineMetric(
-        "drift", GaugeMetricFamily, "layer_drift_ratio",
-        "Input amax of an FP8 layer in the last window divided by the calibrated amax",
+        "drift", "layer_drift_ratio", "Input amax of an FP8 layer in the last window divided by the calibrated amax"
     ),
 )  # fmt: skip
 
@@ -423,7 +404,7 @@ def info_family(name: str, help_text: str, rows: Sequence[Mapping[str, str]]) ->
 
 def _engine_families(stats: Stats) -> Iterator[Metric]:
     for row in ENGINE_METRICS:
-        family = row.kind(f"fp8serve_{row.name}", row.help_text, labels=["model"])
+        family = row.family(f"fp8serve_{row.name}", row.help_text, labels=["model"])
         for model, engine_stats in stats.items():
             if row.key in engine_stats:
                 family.add_metric([model], float(engine_stats[row.key]))

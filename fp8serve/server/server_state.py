@@ -24,23 +24,19 @@ from fp8serve.server.access.keys import KeyFile
 from fp8serve.server.access.limits import TenantLimiter
 from fp8serve.server.data_directory import JOB_DATABASE, DataDirectory
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.activation import Activator
-from fp8serve.server.finetuning.job_directory import JobDirectories
+from fp8serve.server.finetuning.activation import Activator, WeightSources
 from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.server.finetuning.sources import WeightSources
 from fp8serve.server.finetuning.submission import Retention, Submissions
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.parsing.request_parser import RequestParser
-from fp8serve.server.serving.adapter_loader import AdapterLoader
-from fp8serve.server.serving.adapters import AdapterSource
 from fp8serve.server.serving.admission import Admission, Capacity, StreamLimiter
 from fp8serve.server.serving.generation import Generation
-from fp8serve.server.serving.model_loader import ModelLoader, source_of
+from fp8serve.server.serving.model_loader import AdapterLoader, ModelLoader, source_of
 from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.scale_saver import ScaleSaver
 from fp8serve.server.serving.served_model import BASE, ServedModel
-from fp8serve.server.serving.served_weights import Launch, ServedWeights, WeightSource, launch
+from fp8serve.server.serving.served_weights import AdapterSource, Launch, ServedWeights, WeightSource, launch
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback
 from fp8serve.server.tracing import create_tracing
@@ -95,9 +91,8 @@ class ServerState:
         self.address = "this application's address"
         self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.draining = asyncio.Event()
-        directories = JobDirectories(settings, self.data_dir, self.jobs)
         self.submissions = Submissions(
-            settings, directories, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
+            settings, self.data_dir, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
         )
         self.activator = Activator(
             self.jobs,
@@ -151,8 +146,9 @@ class ServerState:
                 error = MachineError(
                     f"Loading failed unexpectedly ({type(error).__name__}); the log has the traceback."
                 )
-            if isinstance(error, MachineError):
-                await self._wait_for_own_signal()
+            if isinstance(error, MachineError):  # a service manager's signal may have ended the engine process first
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.draining.wait(), OWN_SIGNAL_SECONDS)
             if not default.is_shutting_down:
                 default.state, default.problem = "failed", error
                 self.failed.set()
@@ -170,11 +166,6 @@ class ServerState:
         self.runner.start()
         await self._load_named_models()
         self.started = True
-
-    async def _wait_for_own_signal(self) -> None:
-        """Waits for a service manager's signal, which may have reached and ended the engine process first."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.draining.wait(), OWN_SIGNAL_SECONDS)
 
     async def _load_named_models(self) -> None:
         """Loads the other models of the command line, one by one. A model that fails stays listed with its error."""

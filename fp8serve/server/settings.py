@@ -149,11 +149,7 @@ class Settings(EngineOptions):
         tuple[str, ...], About("Another name for a model.", unset="none", flag="--alias", metavar="ALIAS=NAME")
     ] = ()
     served_model_name: Annotated[
-        tuple[str, ...],
-        About(
-            "Name that requests use; further ones are aliases",
-            unset="the directory's",
-        ),
+        tuple[str, ...], About("Name that requests use; further ones are aliases", unset="the directory's")
     ] = ()
     data_dir: Annotated[
         Path | None, About("Directory of jobs, uploads and checkpoints.", unset="one for each model", private=True)
@@ -164,9 +160,7 @@ class Settings(EngineOptions):
         int, Ge(1), Le(1024), About("Processes of a fine-tune job; at most the job's option `accumulate`.")
     ] = 1
     keep_jobs: Annotated[
-        int | None,
-        Ge(1),
-        About("Ended fine-tune jobs to keep; older ones are deleted with their files.", unset="all"),
+        int | None, Ge(1), About("Ended fine-tune jobs to keep; older ones are deleted with their files.", unset="all")
     ] = None
     report_to: Annotated[
         tuple[ReportTool, ...],
@@ -221,7 +215,11 @@ class Settings(EngineOptions):
         EngineOptions.__post_init__(self)
         if self.api_key is not None and not self.api_key.strip():
             raise RequestError("The API key is empty; give a key or omit the option.")
-        _check_exposure(self)
+        if not self.requires_keys and not self.allow_unauthenticated and not is_loopback(self.host):
+            raise MachineError(  # anyone who reaches the port could run jobs
+                f"Listening on {self.host} lets other machines in, and no API key is set: "
+                "give --api-key-file (or --api-key, --api-keys), listen on 127.0.0.1, or say --allow-unauthenticated."
+            )
         check_installed(self.report_to)
         _check_endpoint("--otlp-endpoint", self.otlp_endpoint)
         for url in self.grader_urls:
@@ -295,16 +293,6 @@ class Settings(EngineOptions):
         if self.train_on != "refuse" or not self.trains_on_serving_device:
             return None
         return f"A fine-tune job would run on {self.device}, the serving device, and --train-on does not allow that."
-
-
-def _check_exposure(settings: Settings) -> None:
-    """Raises MachineError if the server would listen beyond this machine with neither a key nor
-    --allow-unauthenticated. Anyone who reaches the port could run jobs."""
-    if not settings.requires_keys and not settings.allow_unauthenticated and not is_loopback(settings.host):
-        raise MachineError(
-            f"Listening on {settings.host} lets other machines in, and no API key is set: "
-            "give --api-key-file (or --api-key, --api-keys), listen on 127.0.0.1, or say --allow-unauthenticated."
-        )
 
 
 def _check_endpoint(option: str, endpoint: str | None) -> None:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import fp8serve
 from fp8serve.errors import MachineError
-from fp8serve.server.faults import KINDS, Code
+from fp8serve.server.faults import Code
 from fp8serve.server.usage import SequenceUsage, Usage
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class RequestSpan:
         self._span.update_name(f"{attributes['http.request.method']} {attributes['http.route']}")
         self._span.set_attributes(attributes | _usage_attributes(usage, attributes))
         if (
-            "error.type" in attributes and KINDS[Code(attributes["error.type"])].v1_status >= 500
+            "error.type" in attributes and Code(attributes["error.type"]).kind.v1_status >= 500
         ):  # the server is at fault
             self._span.set_status(Status(StatusCode.ERROR))
         for index, sequence in enumerate(usage.sequences):

@@ -49,18 +49,15 @@ class VllmMetrics(Collector):
 
 
 def _renamed(family: Metric, name: str) -> Metric:
+    """Returns a family under another name, with vLLM's labels."""
     copy = Metric.__new__(Metric)
     copy.name, copy.documentation, copy.unit, copy.type = name, family.documentation, "", family.type
-    copy.samples = [
-        s._replace(name=s.name.replace(family.name, name, 1), labels=_labels(s.labels)) for s in family.samples
-    ]
+    copy.samples = []
+    for sample in family.samples:
+        labels = {"model_name" if label == "model" else label: value for label, value in sample.labels.items()}
+        sample_name = sample.name.replace(family.name, name, 1)
+        copy.samples.append(sample._replace(name=sample_name, labels=labels | {"engine": ENGINE_LABEL}))
     return copy
-
-
-def _labels(labels: Mapping[str, str]) -> dict[str, str]:
-    return {"model_name" if name == "model" else name: value for name, value in labels.items()} | {
-        "engine": ENGINE_LABEL
-    }
 
 
 def _by_status_class(family: Metric) -> Metric:

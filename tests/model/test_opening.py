@@ -226,7 +226,7 @@ OTHERS = {
     "doctor.py": "/proc",
     "running.py": "the log of a server that it started",
     "server/finetuning/database.py": "the job table, which the server makes",
-    "server/finetuning/job_directory.py": "the rows of a request, and uploads, which the server wrote itself",
+    "server/finetuning/submission.py": "the rows of a request, and uploads, which the server wrote itself",
     "server/finetuning/job_runner.py": "what a job's process wrote",
     "model/export.py": "writes",
     "model/gguf/reader.py": "the GGUF file that a person named, whose kind `open_file` has checked",

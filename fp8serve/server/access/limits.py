@@ -88,16 +88,12 @@ class TenantRequest:
             return
         needed = min(tokens, bucket.capacity)
         if bucket.level < needed:
-            self._return_request()
+            if (requests := self._bucket("requests")) is not None:  # refused requests do not count
+                requests.level = min(requests.capacity, requests.level + 1)
             message = f"may use {bucket.capacity} tokens a minute, and this request may need {tokens}"
             self._refuse("tokens", message, bucket.seconds_until(needed))
         bucket.level -= needed
         self._reserved_tokens += needed
-
-    def _return_request(self) -> None:
-        """Returns the request to its bucket, because refused requests do not count."""
-        if (requests := self._bucket("requests")) is not None:
-            requests.level = min(requests.capacity, requests.level + 1)
 
     def end(self) -> None:
         """Returns the tokens that were reserved but not used."""

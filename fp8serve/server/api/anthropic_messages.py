@@ -12,7 +12,6 @@ arguments back.
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -26,8 +25,6 @@ from fp8serve.server.api.chat_generation import (
     SegmentEvent,
     conversion_errors,
     generate_chat,
-    new_call_id,
-    output_parser,
     template_variables,
 )
 from fp8serve.server.api.generation_pipeline import Renderer, respond
@@ -35,16 +32,7 @@ from fp8serve.server.api.routing import STREAM, BoundedRoute, JsonObject, Respon
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import event, until_disconnect
 from fp8serve.server.schemas import anthropic_bodies as bodies
-from fp8serve.server.schemas.messages import (
-    Function,
-    FunctionName,
-    Message,
-    NamedTool,
-    Tool,
-    ToolCall,
-    ToolCallFunction,
-    ToolChoice,
-)
+from fp8serve.server.schemas import messages as openai
 from fp8serve.server.schemas.openai_bodies import ChatBody
 from fp8serve.server.schemas.response_format import JsonSchema, JsonSchemaFormat
 from fp8serve.server.serving.generation import Generation
@@ -119,91 +107,68 @@ def to_chat_body(body: bodies.MessagesBody) -> ChatBody:
 
 
 def _conversation_fields(body: bodies.CountBody) -> dict[str, Any]:
-    choice = body.tool_choice
-    output_format = body.output_config and body.output_config.format
-    schema = output_format and JsonSchema(schema=output_format.schema_)
+    choice, output = body.tool_choice, body.output_config or bodies.OutputConfig()
+    schema = output.format and JsonSchema(schema=output.format.schema_)
+    kwargs: dict[str, Any] = {"reasoning_effort": output.effort} if output.effort else {}
+    if body.thinking is not None:
+        kwargs["enable_thinking"] = body.thinking.type != "disabled"
     return {
         "model": body.model,
-        "messages": [*_system_messages(body), *(message for turn in body.messages for message in _messages(turn))],
+        "messages": list(_messages(body)),
         "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
         "tool_choice": None if choice is None else _tool_choice(choice),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
         "response_format": schema and JsonSchemaFormat(type="json_schema", json_schema=schema),
-        "chat_template_kwargs": _template_kwargs(body),
+        "chat_template_kwargs": kwargs,
         "continue_final_message": isinstance(body.messages[-1], bodies.AssistantTurn),
     }
 
 
-def _template_kwargs(body: bodies.CountBody) -> dict[str, Any]:
-    effort = body.output_config and body.output_config.effort
-    kwargs: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
-    if body.thinking is not None:
-        kwargs["enable_thinking"] = body.thinking.type != "disabled"
-    return kwargs
+def _messages(body: bodies.CountBody) -> Iterator[openai.Message]:
+    """Yields the system prompt as one message, its blocks joined by line breaks, and the messages of each turn: a
+    message for each tool result, then a message with the text."""
+    if body.system:
+        text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
+        yield openai.Message(role="system", content=text)
+    for turn in body.messages:
+        if isinstance(turn.content, str):
+            yield openai.Message(role=turn.role, content=turn.content)
+            continue
+        if isinstance(turn, bodies.AssistantTurn):
+            yield _assistant_message(turn.content)
+            continue
+        for block in turn.content:
+            if isinstance(block, bodies.ToolResultBlock):  # templates have no flag for errors
+                text = f"Error: {openai.text_of(block.content)}" if block.is_error else openai.text_of(block.content)
+                yield openai.Message(role="tool", tool_call_id=block.tool_use_id, content=text)
+        if texts := [block for block in turn.content if isinstance(block, bodies.TextBlock)]:
+            yield openai.Message(role=turn.role, content=openai.text_of(texts))
 
 
-# -- turns -------------------------------------------------------------------------------------------------------------
-
-
-def _system_messages(body: bodies.CountBody) -> list[Message]:
-    """Returns the system prompt as one message, its blocks joined by line breaks."""
-    if not body.system:
-        return []
-    text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
-    return [Message(role="system", content=text)]
-
-
-def _messages(turn: bodies.UserTurn | bodies.AssistantTurn | bodies.SystemTurn) -> Iterator[Message]:
-    if isinstance(turn.content, str):
-        yield Message(role=turn.role, content=turn.content)
-    elif isinstance(turn, bodies.AssistantTurn):
-        yield _assistant_message(turn.content)
-    else:
-        yield from _tool_and_text_messages(turn.role, turn.content)
-
-
-def _tool_and_text_messages(
-    role: str, blocks: Sequence[bodies.TextBlock | bodies.ToolResultBlock]
-) -> Iterator[Message]:
-    """Yields a message for each tool result, then a message with the text."""
+def _assistant_message(
+    blocks: Sequence[bodies.TextBlock | bodies.ThinkingBlock | bodies.ToolUseBlock],
+) -> openai.Message:
+    reasoning, calls = "", []
     for block in blocks:
-        if isinstance(block, bodies.ToolResultBlock):
-            yield Message(role="tool", tool_call_id=block.tool_use_id, content=_tool_result(block))
-    texts = [block for block in blocks if isinstance(block, bodies.TextBlock)]
-    if texts:
-        yield Message(role="system" if role == "system" else "user", content=bodies.text_of(texts))
+        if isinstance(block, bodies.ThinkingBlock):
+            reasoning += block.thinking
+        elif isinstance(block, bodies.ToolUseBlock):
+            function = openai.ToolCallFunction(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
+            calls.append(openai.ToolCall(id=block.id, function=function))
+    text = openai.text_of([block for block in blocks if isinstance(block, bodies.TextBlock)])
+    return openai.Message(role="assistant", content=text, reasoning_content=reasoning or None, tool_calls=calls or None)
 
 
-def _tool_result(block: bodies.ToolResultBlock) -> str:
-    """Returns the text of a tool result. Chat templates have no flag for errors, so the text of an error begins with
-    "Error: "."""
-    text = bodies.text_of(block.content)
-    return f"Error: {text}" if block.is_error else text
+def _tool(tool: bodies.ClientTool) -> openai.Tool:
+    function = openai.Function(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
+    return openai.Tool(type="function", function=function)
 
 
-def _assistant_message(blocks: Sequence[bodies.TextBlock | bodies.ThinkingBlock | bodies.ToolUseBlock]) -> Message:
-    reasoning = "".join(block.thinking for block in blocks if isinstance(block, bodies.ThinkingBlock))
-    calls = [_tool_call(block) for block in blocks if isinstance(block, bodies.ToolUseBlock)]
-    text = bodies.text_of([block for block in blocks if isinstance(block, bodies.TextBlock)])
-    return Message(role="assistant", content=text, reasoning_content=reasoning or None, tool_calls=calls or None)
-
-
-def _tool_call(block: bodies.ToolUseBlock) -> ToolCall:
-    arguments = json.dumps(block.input, ensure_ascii=False)
-    return ToolCall(id=block.id, function=ToolCallFunction(name=block.name, arguments=arguments))
-
-
-# -- tools -------------------------------------------------------------------------------------------------------------
-
-
-def _tool(tool: bodies.ClientTool) -> Tool:
-    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
-    return Tool(type="function", function=function)
-
-
-def _tool_choice(choice: bodies.ToolChoice) -> ToolChoice:
+def _tool_choice(choice: bodies.ToolChoice) -> openai.ToolChoice:
     if choice.name is not None:
-        return NamedTool(type="function", function=FunctionName(name=choice.name))
+        return openai.NamedTool(type="function", function=openai.FunctionName(name=choice.name))
     return "required" if choice.type == "any" else "none" if choice.type == "none" else "auto"
 
 
@@ -224,15 +189,14 @@ class MessageRenderer(Renderer[list[SegmentEvent], AnthropicMessage]):
         super().__init__(generation)
         self._model = body.model or generation.served.source.model_id
         self._request_id, self._max_tokens = request_id, body.max_tokens
-        self._output = SegmentedOutput(output_parser(body, generation))
-        self._new_call_id = partial(new_call_id, body, generation.served, "toolu")
+        self._output = SegmentedOutput(body, generation, "toolu")
         self._has_started = False
 
     def add(self, index: int, output: RequestOutput) -> list[SegmentEvent]:
         return self._output.add(output)
 
     def response(self) -> AnthropicMessage:
-        content = [self._empty_block(segment) | _block_text(segment) for segment in self._output.segments]
+        content = [_block(segment, segment.text) for segment in self._output.segments]
         message = self._message(content) | self._stop_fields() | {"usage": self._usage()}
         return AnthropicMessage.model_validate(message)
 
@@ -258,20 +222,11 @@ class MessageRenderer(Renderer[list[SegmentEvent], AnthropicMessage]):
 
     def _event(self, item: SegmentEvent) -> JsonObject:
         if item.event == "start":
-            block = self._empty_block(item.segment)
-            return {"type": "content_block_start", "index": item.index, "content_block": block}
+            return {"type": "content_block_start", "index": item.index, "content_block": _block(item.segment, "")}
         if item.event == "stop":
             return {"type": "content_block_stop", "index": item.index}
         delta_type, field = DELTAS[item.segment.type]
         return {"type": "content_block_delta", "index": item.index, "delta": {"type": delta_type, field: item.delta}}
-
-    def _empty_block(self, segment: Segment) -> JsonObject:
-        """Returns the content block of a segment, without its text."""
-        if segment.type == "call":
-            return {"type": "tool_use", "id": self._new_call_id(), "name": segment.name, "input": {}}
-        if segment.type == "reasoning":
-            return {"type": "thinking", "thinking": "", "signature": ""}
-        return {"type": "text", "text": "", "citations": None}
 
     def _message(self, content: list[JsonObject]) -> JsonObject:
         return {
@@ -292,7 +247,7 @@ class MessageRenderer(Renderer[list[SegmentEvent], AnthropicMessage]):
         elif isinstance(output.stop_reason, str):
             reason, sequence = "stop_sequence", output.stop_reason
         else:
-            reason = "tool_use" if output.has_calls else "end_turn"
+            reason = "tool_use" if output.calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, int]:
@@ -307,11 +262,13 @@ class MessageRenderer(Renderer[list[SegmentEvent], AnthropicMessage]):
         }
 
 
-def _block_text(segment: Segment) -> JsonObject:
-    """Returns the field of a content block that holds the segment's text."""
+def _block(segment: Segment, text: str) -> JsonObject:
+    """Returns a content block with the segment's `text`, which is empty at the start of the block in a stream."""
     if segment.type == "call":
-        return {"input": _tool_input(segment.text)}
-    return {"thinking" if segment.type == "reasoning" else "text": segment.text}
+        return {"type": "tool_use", "id": segment.call_id, "name": segment.name, "input": _tool_input(text)}
+    if segment.type == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text, "citations": None}
 
 
 def _tool_input(text: str) -> dict[str, Any]:

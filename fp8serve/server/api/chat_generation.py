@@ -22,7 +22,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.output_parsers.family_parsers import ToolSchemas
 from fp8serve.server.output_parsers.incremental import Arguments, Content, Part, Reasoning, ToolCallStart
-from fp8serve.server.output_parsers.output_format import OutputFormat, OutputParser
+from fp8serve.server.output_parsers.output_format import OutputFormat
 from fp8serve.server.schemas.messages import NamedTool, Tool, plain_tools
 from fp8serve.server.schemas.openai_bodies import ChatBody
 from fp8serve.server.server_state import ServerState
@@ -87,20 +87,6 @@ def adapt_params(served: ServedWeights, body: ChatBody, prompt_end: str, params:
     return replace(params, skip_special_tokens=False) if tags & served.tokenizer.special_texts else params
 
 
-def output_parser(body: ChatBody, generation: Generation) -> OutputParser:
-    """Returns a parser for one choice of the response."""
-    output_format, single_call = _output_format(generation.served, body), body.parallel_tool_calls is False
-    return output_format.parser(
-        _tool_schemas(body.visible_tools), generation.prompt_end, single_call, body.requires_call
-    )
-
-
-def new_call_id(body: ChatBody, served: ServedWeights, prefix: str) -> str:
-    """Returns a new tool call id. Mistral's templates accept only ids of nine letters and digits."""
-    is_mistral = _output_format(served, body).tools == "mistral"
-    return secrets.token_hex(5)[:9] if is_mistral else f"{prefix}_{secrets.token_hex(12)}"
-
-
 def _call_grammar(served: ServedWeights, body: ChatBody, prompt_end: str, params: SamplingParams) -> str | None:
     """Returns the grammar that enforces required or strict tool calls, or None if the output is not constrained."""
     output_format, tools = _output_format(served, body), body.visible_tools
@@ -129,15 +115,17 @@ def _tool_schemas(tools: list[Tool]) -> ToolSchemas | None:
 # -- segments ----------------------------------------------------------------------------------------------------------
 
 SegmentType = Literal["reasoning", "content", "call"]
+SEGMENT_TYPES: dict[type[Part], SegmentType] = {Reasoning: "reasoning", Content: "content", Arguments: "call"}
 
 
 @dataclass
 class Segment:
-    """A part of an output: reasoning, content or one tool call. For a tool call, `name` is the tool and `text` the JSON
-    text of the arguments."""
+    """A part of an output: reasoning, content or one tool call. For a tool call, `name` is the tool, `call_id` the new
+    id of the call and `text` the JSON text of the arguments."""
 
     type: SegmentType
     name: str = ""
+    call_id: str = ""
     text: str = ""
 
 
@@ -152,19 +140,34 @@ class SegmentEvent:
 
 
 class SegmentedOutput:
-    """The output of one choice, divided into segments. `reasoning_tokens` is the number of tokens up to the end of the
-    last reasoning segment."""
+    """The output of one choice of the response to `body`, divided into segments.
 
-    def __init__(self, parser: OutputParser) -> None:
-        self._parser = parser
+    `reasoning_tokens` is the number of tokens up to the end of the last reasoning segment. `id_prefix` begins the ids
+    of tool calls.
+    """
+
+    def __init__(self, body: ChatBody, generation: Generation, id_prefix: str = "call") -> None:
+        output_format, schemas = _output_format(generation.served, body), _tool_schemas(body.visible_tools)
+        single_call = body.parallel_tool_calls is False
+        self._parser = output_format.parser(schemas, generation.prompt_end, single_call, body.requires_call)
+        self._id_prefix = "" if output_format.tools == "mistral" else id_prefix
         self.segments: list[Segment] = []
         self.tokens = self.cached_tokens = self.reasoning_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
     @property
-    def has_calls(self) -> bool:
-        return any(segment.type == "call" for segment in self.segments)
+    def is_passthrough(self) -> bool:
+        """Whether all text of the output is content."""
+        return self._parser.is_passthrough
+
+    @property
+    def calls(self) -> list[Segment]:
+        return [segment for segment in self.segments if segment.type == "call"]
+
+    def text(self, segment_type: SegmentType) -> str:
+        """Returns the joined text of all segments of a type."""
+        return "".join(segment.text for segment in self.segments if segment.type == segment_type)
 
     def add(self, output: RequestOutput) -> list[SegmentEvent]:
         """Adds an output of the engine and returns its events in the order of the stream."""
@@ -179,8 +182,10 @@ class SegmentedOutput:
 
     def _add_part(self, part: Part) -> list[SegmentEvent]:
         if isinstance(part, ToolCallStart):
-            return self._start(Segment("call", part.name))
-        type_ = _segment_type(part)
+            # Mistral's templates accept only ids of nine letters and digits
+            call_id = f"{self._id_prefix}_{secrets.token_hex(12)}" if self._id_prefix else secrets.token_hex(5)[:9]
+            return self._start(Segment("call", part.name, call_id))
+        type_: SegmentType = SEGMENT_TYPES[type(part)]
         started = self._start(Segment(type_)) if not self.segments or self.segments[-1].type != type_ else []
         segment = self.segments[-1]
         segment.text += part.text
@@ -193,9 +198,3 @@ class SegmentedOutput:
 
     def _stop_last(self) -> list[SegmentEvent]:
         return [SegmentEvent("stop", len(self.segments) - 1, self.segments[-1])] if self.segments else []
-
-
-def _segment_type(part: Content | Reasoning | Arguments) -> SegmentType:
-    if isinstance(part, Arguments):
-        return "call"
-    return "reasoning" if isinstance(part, Reasoning) else "content"

@@ -1,7 +1,7 @@
 """Adds to the OpenAPI document what FastAPI cannot derive: error responses, example bodies and links.
 
 `ERROR_CODES` lists the error codes of each operation. Codes of all routes, such as those for a missing API key or
-an invalid body, are added here. The HTTP statuses are those of `faults.KINDS`, from which error responses are made. The
+an invalid body, are added here. The HTTP statuses are those of `faults.Code`, from which error responses are made. The
 response of an operation that creates a job or a file links to the operations that take its id.
 """
 
@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from fp8serve.server.api.routing import JsonObject, ResponseModel, omit_if_none
-from fp8serve.server.faults import KINDS, Code, is_anthropic, is_openai
+from fp8serve.server.faults import Code, is_anthropic, is_openai
 from fp8serve.server.http.scope import OPEN_PATHS
 
 REFERENCE = "#/components/schemas/{model}"
@@ -67,6 +67,7 @@ ADAPTER_LOAD = (*LOAD, Code.ALIAS_BUSY, Code.STARTING, Code.ENGINE_DOWN, Code.DR
 RESUMPTION = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.TRAINING_REFUSED, Code.DRAINING, Code.DISK_FULL)
 JOBS = "/v1/fine_tuning/jobs"
 
+ALL_OPERATIONS = (Code.INVALID_API_KEY, Code.FORBIDDEN, Code.REQUEST_TIMEOUT, Code.BODY_TOO_LARGE, Code.INTERNAL)
 WITH_BODY = (
     Code.INVALID_JSON, Code.INVALID_PARAMETER, Code.UNKNOWN_PARAMETER, Code.UNSUPPORTED_PARAMETER, Code.QUEUE_FULL,
     Code.UNSUPPORTED_MEDIA_TYPE,
@@ -207,25 +208,20 @@ def _error_responses(path: str, operation: JsonObject, specific_codes: tuple[Cod
     if path in OPEN_PATHS:
         return {}
     model = "AnthropicError" if is_anthropic(path) else "OpenAIError" if is_openai(path) else "NativeError"
+    codes = ALL_OPERATIONS + specific_codes
+    if "requestBody" in operation:
+        codes = ALL_OPERATIONS + WITH_BODY + specific_codes
+    elif "parameters" in operation:
+        codes = (*ALL_OPERATIONS, Code.INVALID_PARAMETER, *specific_codes)
     codes_by_status: dict[str, list[str]] = {}
-    for code in (*_common_codes(operation), *specific_codes):
-        kind = KINDS[code]
-        codes_by_status.setdefault(str(kind.v1_status if is_openai(path) else kind.native_status), []).append(
-            code.value
-        )
+    for code in codes:
+        status = code.kind.v1_status if is_openai(path) else code.kind.native_status
+        codes_by_status.setdefault(str(status), []).append(code.value)
     content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=model)}}}
     return {
         status: {"description": ", ".join(dict.fromkeys(codes)), "content": content}
         for status, codes in sorted(codes_by_status.items())
     }
-
-
-def _common_codes(operation: JsonObject) -> tuple[Code, ...]:
-    """Returns the error codes of all operations, and those of operations with a body or with parameters."""
-    codes = (Code.INVALID_API_KEY, Code.FORBIDDEN, Code.REQUEST_TIMEOUT, Code.BODY_TOO_LARGE, Code.INTERNAL)
-    if "requestBody" in operation:
-        return codes + WITH_BODY
-    return (*codes, Code.INVALID_PARAMETER) if "parameters" in operation else codes
 
 
 def _links(document: JsonObject, path: str, parameter: str) -> JsonObject:

@@ -8,7 +8,7 @@ Reasoning is an output item with its text in `content`. A response that `max_out
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -16,33 +16,14 @@ from starlette.responses import Response
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.server.api.chat_generation import (
-    Segment,
-    SegmentedOutput,
-    SegmentEvent,
-    conversion_errors,
-    generate_chat,
-    new_call_id,
-    output_parser,
-)
+from fp8serve.server.api.chat_generation import Segment, SegmentedOutput, SegmentEvent, conversion_errors, generate_chat
 from fp8serve.server.api.generation_pipeline import Renderer, respond
 from fp8serve.server.api.routing import STREAM, BoundedRoute, CachedTokens, JsonObject, ResponseModel, StateDep
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import event
+from fp8serve.server.schemas import messages as openai
 from fp8serve.server.schemas import responses_bodies as bodies
 from fp8serve.server.schemas.bodies import Strict
-from fp8serve.server.schemas.messages import (
-    AllowedToolList,
-    AllowedTools,
-    Function,
-    FunctionName,
-    Message,
-    NamedTool,
-    Tool,
-    ToolCall,
-    ToolCallFunction,
-    ToolChoice,
-)
 from fp8serve.server.schemas.openai_bodies import ChatBody
 from fp8serve.server.schemas.response_format import JsonSchema, JsonSchemaFormat, ResponseFormat
 from fp8serve.server.serving.generation import Generation
@@ -149,7 +130,13 @@ class ResponseObject(ResponseModel):
 
 def to_chat_body(body: bodies.ResponsesBody) -> ChatBody:
     """Converts the body. Raises pydantic's ValidationError if the chat request is invalid."""
-    instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
+    instructions = [openai.Message(role="system", content=body.instructions)] if body.instructions else []
+    schema = None if body.text is None else body.text.format
+    if isinstance(schema, bodies.SchemaFormat):
+        json_schema = JsonSchema(name=schema.name, schema=schema.schema_)
+        response_format: ResponseFormat | None = JsonSchemaFormat(type="json_schema", json_schema=json_schema)
+    else:
+        response_format = schema
     return ChatBody(
         model=body.model,
         messages=[*instructions, *_messages(body.input)],
@@ -159,95 +146,68 @@ def to_chat_body(body: bodies.ResponsesBody) -> ChatBody:
         tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
-        response_format=_response_format(body.text),
+        response_format=response_format,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
     )
 
 
-def _response_format(text: bodies.TextOptions | None) -> ResponseFormat | None:
-    schema = None if text is None else text.format
-    if not isinstance(schema, bodies.SchemaFormat):
-        return schema
-    return JsonSchemaFormat(type="json_schema", json_schema=JsonSchema(name=schema.name, schema=schema.schema_))
-
-
-def _messages(items: Sequence[bodies.Item] | str) -> Iterator[Message]:
+def _messages(items: Sequence[bodies.Item] | str) -> Iterator[openai.Message]:
+    """Yields the messages. Consecutive items of the assistant become one message, which consists of reasoning, text and
+    calls, in this order."""
     if isinstance(items, str):
-        yield Message(role="user", content=items)
+        yield openai.Message(role="user", content=items)
         return
-    turn = _AssistantTurn()
-    for item in items:
-        if turn.ends_before(item):
-            yield from turn.messages()
-            turn = _AssistantTurn()
+    reasoning, text, calls = "", "", list[openai.ToolCall]()
+    for item in (*items, None):
+        is_text = isinstance(item, bodies.MessageItem) and item.role == "assistant"
+        precedes_calls = (is_text or isinstance(item, bodies.ReasoningItem)) and not (text or calls)
+        if not precedes_calls and not isinstance(item, bodies.FunctionCallItem):  # the assistant's message has ended
+            if reasoning or text or calls:
+                yield openai.Message(
+                    role="assistant", content=text, reasoning_content=reasoning or None, tool_calls=calls or None
+                )
+            reasoning, text, calls = "", "", []
         if isinstance(item, bodies.FunctionCallOutputItem):
-            yield Message(role="tool", tool_call_id=item.call_id, content=_text(item.output))
-        elif isinstance(item, bodies.MessageItem) and item.role != "assistant":
-            yield Message(role=item.role, content=_text(item.content))
-        else:
-            turn.add(item)
-    yield from turn.messages()
-
-
-class _AssistantTurn:
-    """Collects consecutive items of the assistant for one message."""
-
-    def __init__(self) -> None:
-        self._reasoning = self._text = ""
-        self._calls: list[ToolCall] = []
-
-    def ends_before(self, item: bodies.Item) -> bool:
-        """Returns whether `item` belongs to another message. A message of the assistant consists of reasoning, text and
-        calls, in this order."""
-        if isinstance(item, bodies.FunctionCallItem):
-            return False
-        is_assistant_item = isinstance(item, bodies.ReasoningItem) or (
-            isinstance(item, bodies.MessageItem) and item.role == "assistant"
-        )
-        return not is_assistant_item or bool(self._text or self._calls)
-
-    def add(self, item: bodies.Item) -> None:
-        if isinstance(item, bodies.ReasoningItem):
-            self._reasoning += "".join(part.text for part in item.content or item.summary or ())
+            yield openai.Message(role="tool", tool_call_id=item.call_id, content=openai.text_of(item.output))
+        elif isinstance(item, bodies.ReasoningItem):
+            reasoning += "".join(part.text for part in item.content or item.summary or ())
         elif isinstance(item, bodies.FunctionCallItem):
-            function = ToolCallFunction(name=item.name, arguments=item.arguments)
-            self._calls.append(ToolCall(id=item.call_id, function=function))
-        elif isinstance(item, bodies.MessageItem):
-            self._text = _text(item.content)
-
-    def messages(self) -> Iterator[Message]:
-        """Yields the message of the turn, or nothing if the turn is empty."""
-        if self._reasoning or self._text or self._calls:
-            calls, reasoning = self._calls or None, self._reasoning or None
-            yield Message(role="assistant", content=self._text, reasoning_content=reasoning, tool_calls=calls)
+            function = openai.ToolCallFunction(name=item.name, arguments=item.arguments)
+            calls.append(openai.ToolCall(id=item.call_id, function=function))
+        elif item is not None and is_text:
+            text = openai.text_of(item.content)
+        elif item is not None:
+            yield openai.Message(role=item.role, content=openai.text_of(item.content))
 
 
-def _text(content: Sequence[bodies.TextPart] | str) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _tool(tool: bodies.FunctionTool) -> openai.Tool:
+    function = openai.Function(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return openai.Tool(type="function", function=function)
 
 
-def _tool(tool: bodies.FunctionTool) -> Tool:
-    function = Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-    return Tool(type="function", function=function)
-
-
-def _tool_choice(choice: bodies.FunctionChoice | None) -> ToolChoice | None:
+def _tool_choice(choice: bodies.FunctionChoice | None) -> openai.ToolChoice | None:
     if isinstance(choice, bodies.NamedFunction):
         return _named_tool(choice)
     if isinstance(choice, bodies.AllowedFunctions):
-        allowed = AllowedToolList(mode=choice.mode, tools=[_named_tool(tool) for tool in choice.tools])
-        return AllowedTools(type="allowed_tools", allowed_tools=allowed)
+        allowed = openai.AllowedToolList(mode=choice.mode, tools=[_named_tool(tool) for tool in choice.tools])
+        return openai.AllowedTools(type="allowed_tools", allowed_tools=allowed)
     return choice
 
 
-def _named_tool(tool: bodies.NamedFunction) -> NamedTool:
-    return NamedTool(type="function", function=FunctionName(name=tool.name))
+def _named_tool(tool: bodies.NamedFunction) -> openai.NamedTool:
+    return openai.NamedTool(type="function", function=openai.FunctionName(name=tool.name))
 
 
 # -- the renderer ------------------------------------------------------------------------------------------------------
 
 ITEM_ID_PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
-TEXT_EVENTS = {"content": "response.output_text", "reasoning": "response.reasoning_text"}
+DELTA_EVENTS = {
+    "content": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
 
 
 class ResponseRenderer(Renderer[list[SegmentEvent], ResponseObject]):
@@ -258,15 +218,11 @@ class ResponseRenderer(Renderer[list[SegmentEvent], ResponseObject]):
         self._created = int(time.time())
         model = chat.model or generation.served.source.model_id
         self._request = _request_fields(body, generation.requests[0].params, model)
-        self._output = SegmentedOutput(output_parser(chat, generation))
-        self._new_call_id = partial(new_call_id, chat, generation.served, "call")
-        self._call_ids: list[str] = []  # one for each segment, used for tool calls
+        self._output = SegmentedOutput(chat, generation)
         self._events_sent = 0
 
     def add(self, index: int, output: RequestOutput) -> list[SegmentEvent]:
-        delta = self._output.add(output)
-        self._call_ids += [self._new_call_id() for segment_event in delta if segment_event.event == "start"]
-        return delta
+        return self._output.add(output)
 
     def response(self) -> ResponseObject:
         return ResponseObject.model_validate(self._complete_response())
@@ -298,44 +254,37 @@ class ResponseRenderer(Renderer[list[SegmentEvent], ResponseObject]):
         return {"type": event_type, "sequence_number": self._events_sent - 1, **fields}
 
     def _start_events(self, start: SegmentEvent) -> Iterator[JsonObject]:
-        segment_type = start.segment.type
-        item = self._item(start.index, Segment(segment_type, start.segment.name), "in_progress")
-        empty_item = item | ({} if segment_type == "call" else {"content": []})
+        is_call = start.segment.type == "call"
+        item = self._item(start.index, replace(start.segment, text=""), "in_progress")
+        empty_item = item | ({} if is_call else {"content": []})
         yield self._numbered("response.output_item.added", output_index=start.index, item=empty_item)
-        if segment_type != "call":
-            yield self._numbered("response.content_part.added", **self._part_position(start), part=item["content"][0])
+        if not is_call:
+            yield self._numbered("response.content_part.added", **self._position(start), part=item["content"][0])
 
     def _delta_events(self, delta: SegmentEvent) -> Iterator[JsonObject]:
         segment_type = delta.segment.type
-        if segment_type == "call":
-            position = {"item_id": self._item_id(delta.index, segment_type), "output_index": delta.index}
-            yield self._numbered("response.function_call_arguments.delta", **position, delta=delta.delta)
-        else:
-            logprobs: JsonObject = {"logprobs": []} if segment_type == "content" else {}
-            event_type, position = f"{TEXT_EVENTS[segment_type]}.delta", self._part_position(delta)
-            yield self._numbered(event_type, **position, delta=delta.delta, **logprobs)
+        logprobs: JsonObject = {"logprobs": []} if segment_type == "content" else {}
+        yield self._numbered(
+            f"{DELTA_EVENTS[segment_type]}.delta", **self._position(delta), delta=delta.delta, **logprobs
+        )
 
     def _stop_events(self, stop: SegmentEvent) -> Iterator[JsonObject]:
         segment_type, text = stop.segment.type, stop.segment.text
-        item = self._item(stop.index, stop.segment, self._item_status(stop.index))
+        item, position = self._item(stop.index, stop.segment, self._item_status(stop.index)), self._position(stop)
+        done = f"{DELTA_EVENTS[segment_type]}.done"
         if segment_type == "call":
-            position = {"item_id": item["id"], "output_index": stop.index}
-            name = stop.segment.name
-            yield self._numbered("response.function_call_arguments.done", **position, name=name, arguments=text)
+            yield self._numbered(done, **position, name=stop.segment.name, arguments=text)
         else:
             logprobs: JsonObject = {"logprobs": []} if segment_type == "content" else {}
-            position = self._part_position(stop)
-            yield self._numbered(f"{TEXT_EVENTS[segment_type]}.done", **position, text=text, **logprobs)
+            yield self._numbered(done, **position, text=text, **logprobs)
             yield self._numbered("response.content_part.done", **position, part=item["content"][0])
         yield self._numbered("response.output_item.done", output_index=stop.index, item=item)
 
-    def _part_position(self, segment_event: SegmentEvent) -> JsonObject:
-        index = segment_event.index
-        return {
-            "item_id": self._item_id(index, segment_event.segment.type),
-            "output_index": index,
-            "content_index": 0,
-        }
+    def _position(self, segment_event: SegmentEvent) -> JsonObject:
+        """Returns the position of a segment in the response. A function call has no content parts."""
+        index, segment_type = segment_event.index, segment_event.segment.type
+        position = {"item_id": self._item_id(index, segment_type), "output_index": index}
+        return position if segment_type == "call" else position | {"content_index": 0}
 
     # -- items ---------------------------------------------------------------------------------------------------------
 
@@ -351,7 +300,7 @@ class ResponseRenderer(Renderer[list[SegmentEvent], ResponseObject]):
         if segment.type == "reasoning":
             text = {"type": "reasoning_text", "text": segment.text}
             return item | {"type": "reasoning", "summary": [], "content": [text]}
-        call = {"call_id": self._call_ids[index], "name": segment.name, "arguments": segment.text}
+        call = {"call_id": segment.call_id, "name": segment.name, "arguments": segment.text}
         return item | {"type": "function_call"} | call
 
     def _item_id(self, index: int, segment_type: str) -> str:

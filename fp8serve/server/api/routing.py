@@ -88,18 +88,6 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def _longest_context(state: ServerState) -> int:
-    """Returns the longest context of all models. If no model is loaded, returns a number that no body can exceed."""
-    served = [model.current for model in state.models.models.values() if model.current is not None]
-    return max((s.engine.limits.max_model_len for s in served), default=state.settings.limits.body_bytes)
-
-
-def _body_class(hint: Any) -> type[Any] | None:
-    """Returns the class in the type hint `Body` or `Body | None`, or None for a route without a body."""
-    classes = (cls for cls in get_args(hint) or (hint,) if isinstance(cls, type) and cls is not NoneType)
-    return next(classes, None)
-
-
 class BoundedRoute(APIRoute):
     """A route whose long bodies are validated in a parser process. `scope["rows"]` is the directory of the training
     rows of such a body, or None. `body_model` is the class of the body."""
@@ -108,7 +96,9 @@ class BoundedRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        self.body_model = model = _body_class(get_type_hints(self.endpoint).get("body"))
+        hint = get_type_hints(self.endpoint).get("body")  # Body or Body | None, if the route has a body
+        hints = (item for item in get_args(hint) or (hint,) if item is not NoneType)
+        self.body_model = model = next(hints, None)
         if model is None:
             return handle
         has_rows = not model.model_fields.keys().isdisjoint(ROWS)
@@ -121,8 +111,10 @@ class BoundedRoute(APIRoute):
                 return await handle(request)
             state = await _state(request)
             folder = state.runner.root / f"rows-{secrets.token_hex(8)}"
+            served = [model.current for model in state.models.models.values() if model.current is not None]
+            contexts = [weights.engine.limits.max_model_len for weights in served] or [len(raw)]
             try:
-                parsing = state.parser.check_body(model, raw, folder, _longest_context(state))
+                parsing = state.parser.check_body(model, raw, folder, max(contexts))
                 valid_body = await until_disconnect(request, parsing)
                 scope = {**request.scope, "rows": folder if folder.is_dir() else None}
                 return await handle(Request(scope, replay(valid_body, request.receive)))

@@ -78,23 +78,15 @@ class TrainingProcess:
         """Sends SIGTERM, so that the process writes a checkpoint and ends. Kills it after `seconds`, which loses the
         steps since the last checkpoint."""
         for number, timeout in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
-            self._send_signal(number)
-            if await self._wait_for_end(timeout):
-                return
-
-    def _send_signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self._process is not None:
-                self._process.send_signal(number)
-            elif (pid := lock_holder(self.directory / "worker.lock")) is not None:
-                os.kill(pid, number)
-
-    async def _wait_for_end(self, seconds: float) -> bool:
-        for _ in range(max(1, int(seconds / POLL_SECONDS))):
-            if self.has_ended():
-                return True
-            await asyncio.sleep(POLL_SECONDS)
-        return self.has_ended()
+            with contextlib.suppress(ProcessLookupError):
+                if self._process is not None:
+                    self._process.send_signal(number)
+                elif (pid := lock_holder(self.directory / "worker.lock")) is not None:
+                    os.kill(pid, number)
+            for _ in range(max(1, int(timeout / POLL_SECONDS))):
+                if self.has_ended():
+                    return
+                await asyncio.sleep(POLL_SECONDS)
 
 
 def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:

@@ -18,16 +18,7 @@ from typing import Any, Literal
 
 from fp8serve import logs
 from fp8serve.server.faults import Code, Fault, safe_text
-from fp8serve.server.finetuning.database import (
-    Database,
-    Event,
-    Job,
-    NewJob,
-    Status,
-    StoredFile,
-    as_event,
-    as_job,
-)
+from fp8serve.server.finetuning.database import Database, Event, Job, NewJob, Status, StoredFile, as_event, as_job
 from fp8serve.train.events import EVENT_FIELDS
 
 log = logging.getLogger("fp8serve.server")
@@ -53,7 +44,6 @@ class JobStore(Database):
     """The methods on the database of jobs, events, files and activations. They may be called from several threads."""
 
     def ids(self, table: Literal["jobs", "files"]) -> set[str]:
-        """Returns the ids of all rows of a table."""
         return {row[0] for row in self._rows(f"SELECT id FROM {table}")}
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
@@ -345,11 +335,8 @@ def _find_idempotent_job(db: sqlite3.Connection, key: str, request: str, now: in
     if row is None:
         return None
     if row["request"] != request:
-        raise Fault(
-            Code.IDEMPOTENCY_MISMATCH,
-            "This Idempotency-Key was used for another request.",
-            hint="Use a new key for a new job.",
-        )
+        message = "This Idempotency-Key was used for another request."
+        raise Fault(Code.IDEMPOTENCY_MISMATCH, message, hint="Use a new key for a new job.")
     return str(row["job"])
 
 

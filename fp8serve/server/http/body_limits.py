@@ -33,9 +33,13 @@ class BodyLimits:
         self.seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _is_compressed(scope):
+        encoding = header(scope, b"content-encoding") or b"identity" if scope["type"] == "http" else b"identity"
+        if scope.get("method") in BODY_METHODS and encoding.strip().lower() != b"identity":
+            message = "Content-Encoding is not supported: a request body must not be compressed."
+            hint = "Send the body uncompressed, without that header."
             await self._discard_rest(scope, _BodyReceiver(receive))
-            await refuse(_compressed_fault(), scope, receive, send, close=True)
+            fault = Fault(Code.UNSUPPORTED_MEDIA_TYPE, message, hint=hint)
+            await refuse(fault, scope, receive, send, close=True)
             return
         if scope["type"] != "http" or (scope["path"] in STREAMED_UPLOADS and scope["method"] == "POST"):
             await self.app(scope, receive, send)
@@ -111,32 +115,14 @@ class _HeldBody:
         """Counts a body of `size` bytes so far. Raises Fault 429 if all bodies together have too many bytes."""
         added = max(0, size - SHORT_BODY_BYTES) - self._bytes
         if added and self._limits.total_held + added > self._limits.max_held_bytes:
-            hint = "Try again in a moment."
-            raise Fault(
-                Code.QUEUE_FULL,
-                "The bodies of all requests together exceed this server's limit.",
-                hint=hint,
-                retry_after=1,
-            )
+            message = "The bodies of all requests together exceed this server's limit."
+            raise Fault(Code.QUEUE_FULL, message, hint="Try again in a moment.", retry_after=1)
         self._limits.total_held += added
         self._bytes += added
 
     def release(self) -> None:
         self._limits.total_held -= self._bytes
         self._bytes = 0
-
-
-def _is_compressed(scope: Scope) -> bool:
-    encoding = header(scope, b"content-encoding") or b"identity"
-    return scope["method"] in BODY_METHODS and encoding.strip().lower() != b"identity"
-
-
-def _compressed_fault() -> Fault:
-    return Fault(
-        Code.UNSUPPORTED_MEDIA_TYPE,
-        "Content-Encoding is not supported: a request body must not be compressed.",
-        hint="Send the body uncompressed, without that header.",
-    )
 
 
 def _too_large(scope: Scope, limit: int) -> Fault:

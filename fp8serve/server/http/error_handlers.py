@@ -1,6 +1,6 @@
 """Turns exceptions of handlers into error responses."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
@@ -25,25 +25,28 @@ MAX_PATH_PARTS = 8  # how many of an unknown path's last components are compared
 def add_error_handlers(app: FastAPI, paths: Iterable[str]) -> None:
     """Registers the handlers, which render each error in the format of its path. `paths` are those of all routes."""
     app.state.paths = frozenset(path for path in paths if "{" not in path and path != "/")
-    app.add_exception_handler(Fault, _on_fault)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Fp8ServeError, _on_fp8serve_error)
-    app.add_exception_handler(OSError, _on_os_error)
-    app.add_exception_handler(ClientGoneError, _on_client_gone)
+    handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
+        Fault: _on_fault,
+        RequestValidationError: _on_invalid,
+        HTTPException: _on_http,
+        Fp8ServeError: _on_fp8serve_error,
+        OSError: _on_os_error,
+        ClientGoneError: _on_client_gone,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
 
 
 def _render(request: Request, fault: Fault, path: str | None = None) -> Response:
-    """Renders the fault in the format of `path`, or of the request's own path."""
     logs.bind(error=fault.code.value)
     return fault.response(path or request.scope["path"], request.scope.get("request_id", ""))
 
 
-async def _on_fault(request: Request, error: Exception) -> Response:
-    return _render(request, error) if isinstance(error, Fault) else Response(status_code=500)
+async def _on_fault(request: Request, fault: Fault) -> Response:
+    return _render(request, fault)
 
 
-async def _on_fp8serve_error(request: Request, error: Exception) -> Response:
+async def _on_fp8serve_error(request: Request, error: Fp8ServeError) -> Response:
     """Handles errors of fp8serve that no handler caught. Except for MachineError, the client has caused them."""
     if isinstance(error, MachineError):
         return _render(request, Fault(Code.ENGINE_DOWN, str(error)))
@@ -51,28 +54,32 @@ async def _on_fp8serve_error(request: Request, error: Exception) -> Response:
     return _render(request, Fault(Code.INVALID_PARAMETER, str(error), param=param))
 
 
-async def _on_os_error(request: Request, error: Exception) -> Response:
+async def _on_os_error(request: Request, error: OSError) -> Response:
     """Handles errors of a full or failing disk. Any other OSError is a bug and is raised again."""
-    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+    if error.errno in STORAGE_ERRORS:
         return _render(request, disk_fault(error.strerror or "the system gives no reason"))
     raise error
 
 
-async def _on_client_gone(request: Request, error: Exception) -> Response:
+async def _on_client_gone(request: Request, error: ClientGoneError) -> Response:
     """Returns a response that no client receives, whose status is for the metrics."""
     return Response(status_code=CLIENT_CLOSED_STATUS)
 
 
-async def _on_http(request: Request, error: Exception) -> Response:
-    status_code = error.status_code if isinstance(error, HTTPException) else 500
-    if status_code == 404:
+async def _on_http(request: Request, error: HTTPException) -> Response:
+    if error.status_code == 404:
         route = _nearest_route(request)
         fault = Fault(Code.ROUTE_NOT_FOUND, "There is no such route here.", hint=_route_hint(request, route))
         return _render(request, fault, route)  # clients of that route show only errors in its format
-    if status_code == 405:
+    if error.status_code == 405:
         fault = Fault(Code.METHOD_NOT_ALLOWED, "This route does not accept that method.", hint="GET /docs lists them.")
         response = _render(request, fault)
-        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
+        scope = {"type": "http", "path": request.scope["path"], "headers": []}
+        matches = {
+            method for method in METHODS for route in request.app.routes
+            if route.matches(scope | {"method": method})[0] is Match.FULL
+        }  # fmt: skip
+        response.headers["Allow"] = ", ".join(sorted(matches))
         return response
     return _render(request, Fault(Code.INVALID_JSON, "The request body cannot be parsed as JSON."))
 
@@ -108,29 +115,10 @@ def _route_hint(request: Request, route: str | None) -> str:
     return f"The route is {route}."
 
 
-def _methods(request: Request) -> set[str]:
-    """Returns the methods that are allowed for the path of `request`."""
-    scope = {"type": "http", "path": request.scope["path"], "headers": []}
-
-    def is_allowed(method: str) -> bool:
-        matches = (route.matches(scope | {"method": method})[0] for route in request.app.routes)
-        return Match.FULL in matches
-
-    return {method for method in METHODS if is_allowed(method)}
-
-
-async def _on_invalid(request: Request, error: Exception) -> Response:
-    return _render(
-        request,
-        fault_of(error.errors(), _fields(request))
-        if isinstance(error, RequestValidationError)
-        else Fault(Code.INTERNAL, "The request failed."),
-    )
-
-
-def _fields(request: Request) -> list[str]:
+async def _on_invalid(request: Request, error: RequestValidationError) -> Response:
     model = getattr(request.scope.get("route"), "body_model", None)
-    return [] if model is None else [name for name in model.model_fields if name not in model.COMPATIBILITY_FIELDS]
+    fields = [] if model is None else [name for name in model.model_fields if name not in model.COMPATIBILITY_FIELDS]
+    return _render(request, fault_of(error.errors(), fields))
 
 
 def fault_of(errors: Sequence[Any], fields: Sequence[str] = ()) -> Fault:
@@ -143,11 +131,8 @@ def fault_of(errors: Sequence[Any], fields: Sequence[str] = ()) -> Fault:
     if kind == "json_invalid":
         return Fault(Code.INVALID_JSON, "The request body is not valid JSON.")
     if not field and kind in ("missing", "model_attributes_type", "dict_type", "model_type"):
-        return Fault(
-            Code.INVALID_JSON,
-            "The request body must be a JSON object.",
-            hint="Send it with Content-Type: application/json.",
-        )
+        message = "The request body must be a JSON object."
+        return Fault(Code.INVALID_JSON, message, hint="Send it with Content-Type: application/json.")
     if kind == "extra_forbidden":
         matches = get_close_matches(field, fields, 1)
         hint = f"Did you mean {matches[0]}?" if matches else None
@@ -188,12 +173,9 @@ def _field_path(location: Sequence[Any]) -> str:
     parts = [str(part) for part in location[1:]]
     parts = [part for previous, part in pairwise(["", *parts]) if previous not in _TAGGED_FIELDS]
     names = [part for part in parts if (part.isidentifier() or part.isdigit()) and part not in _TYPE_BRANCHES]
-    fields = [part for i, part in enumerate(names) if not _is_item_tag(names[:i], part)]
+    before = zip(["", "", *names], ["", *names], names, strict=False)  # each name after the two before it
+    fields = [part for field, index, part in before if not (index.isdigit() and part in _ITEM_TAGS.get(field, ()))]
     return ".".join(part[:40] for part in fields)[:120]
-
-
-def _is_item_tag(path: Sequence[str], part: str) -> bool:
-    return len(path) > 1 and path[-1].isdigit() and part in _ITEM_TAGS.get(path[-2], ())
 
 
 _TYPE_BRANCHES = frozenset({"str", "int", "float", "bool"})

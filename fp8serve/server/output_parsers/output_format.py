@@ -65,11 +65,7 @@ class ToolFamily:
 
 CHANNELS = ("<|channel|>", "<|message|>")
 HARMONY = ReasoningFamily(
-    ("<|channel|>",),
-    ("<|channel|>analysis<|message|>",),
-    ("<|end|><|start|>assistant",),
-    parsers.harmony,
-    CHANNELS,
+    ("<|channel|>",), ("<|channel|>analysis<|message|>",), ("<|end|><|start|>assistant",), parsers.harmony, CHANNELS
 )
 _JSON_CALL = ('{"name": "', '", "arguments": ', "}")
 REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {

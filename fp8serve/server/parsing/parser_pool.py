@@ -147,12 +147,8 @@ class ParserPool:
     @contextlib.contextmanager
     def _count_waiting(self, size: int) -> Iterator[None]:
         if self.waiting_bytes and self.waiting_bytes + size > self._max_waiting_bytes:
-            raise Fault(
-                Code.QUEUE_FULL,
-                "Too many bytes of other requests are waiting to be parsed.",
-                hint="Try again in a moment.",
-                retry_after=1,
-            )
+            message = "Too many bytes of other requests are waiting to be parsed."
+            raise Fault(Code.QUEUE_FULL, message, hint="Try again in a moment.", retry_after=1)
         self.waiting_bytes += size
         try:
             yield

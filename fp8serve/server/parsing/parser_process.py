@@ -138,7 +138,7 @@ def _check(head: Head, body: bytes) -> JobResult:
     from pydantic import ValidationError
 
     from fp8serve.server.faults import Fault
-    from fp8serve.server.parsing.sizes import ROWS, SizeLimits, check_keys
+    from fp8serve.server.parsing.sizes import ROWS, SizeLimits, check_keys, write_rows
 
     module, name = head["model"].split(":")
     model = getattr(importlib.import_module(module), name)
@@ -160,17 +160,11 @@ def _check(head: Head, body: bytes) -> JobResult:
         plain["input_ids"] = plain["input_ids"][-cut:]
     for name in ROWS:
         if isinstance(plain.get(name), list):
-            _write_rows(head, name, plain[name])
+            folder = Path(head["folder"])
+            folder.mkdir(mode=0o700, exist_ok=True)
+            write_rows(folder / f"{name}.jsonl", plain[name], head["rows"], head["row_bytes"])
             plain[name] = [{}]
     return {}, json.dumps(plain, separators=(",", ":"), ensure_ascii=False).encode()
-
-
-def _write_rows(head: Head, name: str, rows: list[Any]) -> None:
-    from fp8serve.server.parsing.sizes import write_rows
-
-    folder = Path(head["folder"])
-    folder.mkdir(mode=0o700, exist_ok=True)
-    write_rows(folder / f"{name}.jsonl", rows, head["rows"], head["row_bytes"])
 
 
 NOT_JSON = {"type": "json_invalid", "loc": ["body"], "msg": "JSON decode error"}

@@ -49,11 +49,8 @@ def _too_many(count: int, what: str, limit: int, param: str) -> Fault:
 
 def too_long(tokens: int, context: int, qualifier: str = "") -> Fault:
     """Returns the fault for a prompt that exceeds the context. See `check_fit` for `qualifier`."""
-    return Fault(
-        Code.CONTEXT_LENGTH_EXCEEDED,
-        f"The prompt has {qualifier}{tokens} tokens, but this model's context holds {context}.",
-        hint="Shorten the prompt.",
-    )
+    message = f"The prompt has {qualifier}{tokens} tokens, but this model's context holds {context}."
+    return Fault(Code.CONTEXT_LENGTH_EXCEEDED, message, hint="Shorten the prompt.")
 
 
 ROWS = ("data", "validation_data")

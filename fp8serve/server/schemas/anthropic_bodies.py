@@ -4,7 +4,6 @@ Fields that do not change the response are accepted and ignored: `metadata`, `se
 caching is always enabled). The models read only text, so images and documents are refused.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -173,8 +172,3 @@ class MessagesBody(CountBody):
     stream: bool | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-
-
-def text_of(content: Sequence[TextBlock] | str) -> str:
-    """Returns the joined text of blocks."""
-    return content if isinstance(content, str) else "".join(block.text for block in content)

@@ -201,20 +201,3 @@ GENERATE = (
     refused("text-generation-inference", "typical_p", "Send top_p or min_p.", 1.0),
     refused("text-generation-inference", "watermark", "", False),
 )
-
-ROUTES = {
-    "/v1/chat/completions": (*CHAT, *SAMPLING, *STORAGE),
-    "/v1/completions": (*COMPLETION, *SAMPLING),
-    "/v1/responses": (*RESPONSES, *STORAGE),
-    "/v1/messages": MESSAGES,
-    "/generate (parameters)": GENERATE,
-}
-
-
-def table() -> str:
-    """Returns all fields as a Markdown table for docs/clients.md."""
-    lines = ["| route | field | of | what happens |", "|---|---|---|---|"]
-    for route, rows in ROUTES.items():
-        for row in sorted(rows, key=lambda row: (row.treatment, row.project, row.name)):
-            lines.append(f"| `{route}` | `{row.name}` | {row.project} | {row.description} |")
-    return "\n".join(lines)

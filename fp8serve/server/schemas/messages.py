@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Protocol, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -38,6 +38,17 @@ def only_text(content: Any) -> Any:
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+
+
+class HasText(Protocol):
+    """A text part of any API."""
+
+    text: str
+
+
+def text_of(content: Sequence[HasText] | str) -> str:
+    """Returns the joined text of parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ToolCallFunction(Strict):

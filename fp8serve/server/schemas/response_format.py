@@ -152,7 +152,6 @@ class StructuredOutputFields(Strict):
         return _only_constraint(self._constraints()) or {}
 
     def _constraints(self) -> dict[str, Constraint | None]:
-        """Returns the constraint of each field."""
         names = ("response_format", "structured_outputs")
         constraints = {name: value.params() for name in names if (value := getattr(self, name)) is not None}
         grammar = (

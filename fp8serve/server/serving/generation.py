@@ -143,7 +143,10 @@ class Generation:
         finally:
             if alarm is not None:
                 alarm.cancel()
-            self._close()
+            usages = [sequence.usage for sequence in self._sequences]
+            if lengths := [usage.generated_tokens for usage in usages if usage.finish_reason is not None]:
+                self.metrics.longest_choice.observe(max(lengths))
+            self.discard()
 
     def receive(self, index: int, output: RequestOutput) -> None:
         """Passes an output to the caller of `outputs`. Outputs after a fault are dropped."""
@@ -178,12 +181,6 @@ class Generation:
     def _fail_late(self) -> None:
         message = f"The response did not finish within {self.time_limit:g} seconds, this server's limit."
         self.fail(Fault(Code.REQUEST_TIMEOUT, message, hint="Ask for fewer tokens."))
-
-    def _close(self) -> None:
-        usages = [sequence.usage for sequence in self._sequences]
-        if lengths := [usage.generated_tokens for usage in usages if usage.finish_reason is not None]:
-            self.metrics.longest_choice.observe(max(lengths))
-        self.discard()
 
     def discard(self) -> None:
         """Aborts the requests that still run, and releases slots and lease. `outputs` does this at its end; a caller
@@ -255,7 +252,6 @@ class _Sequence:
 
 
 def _fault_of_error(error: Exception) -> Fault:
-    """Returns the fault for an exception that ended a request."""
     if isinstance(error, RequestError):  # the engine found the grammar too complex
         return Fault(Code.INVALID_PARAMETER, str(error))
     if isinstance(error, TokenizerError):
@@ -337,27 +333,20 @@ def build_requests(
             seeded = params if params.seed is None else replace(params, seed=(params.seed + choice) % 2**63)
             name = f"{group}-{len(requests)}"
             requests.append(Request(name, prompt, seeded, tenant, group=group, adapter=served.adapter))
-    _check_all(served, requests)
-    return requests
-
-
-def _check_all(served: ServedWeights, requests: Sequence[Request]) -> None:
     limit = served.engine.limits.max_model_len
     for request in requests:
-        prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
-        if prompt == limit and new:
+        size, new = len(request.prompt_token_ids), request.params.max_new_tokens
+        if size == limit and new:
             raise Fault(
                 Code.CONTEXT_LENGTH_EXCEEDED,
-                f"The prompt has {prompt} tokens and fills this model's context, which has no room for a completion.",
+                f"The prompt has {size} tokens and fills this model's context, which has no room for a completion.",
                 hint="Shorten the prompt.",
             )
-        if prompt + new > limit:
-            raise Fault(
-                Code.CONTEXT_LENGTH_EXCEEDED,
-                f"The prompt has {prompt} tokens and up to {new} are requested, but the context holds {limit}.",
-                hint="Shorten the prompt or ask for fewer tokens.",
-            )
+        if size + new > limit:
+            message = f"The prompt has {size} tokens and up to {new} are requested, but the context holds {limit}."
+            raise Fault(Code.CONTEXT_LENGTH_EXCEEDED, message, hint="Shorten the prompt or ask for fewer tokens.")
         try:
             served.engine.check(request)
         except RequestError as error:
             raise Fault(Code.INVALID_PARAMETER, str(error)) from None
+    return requests

@@ -9,9 +9,8 @@ from typing import Any
 from fp8serve.engine.request import Task
 from fp8serve.errors import suggestion
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.serving.adapters import ServedAdapter
 from fp8serve.server.serving.served_model import ServedModel
-from fp8serve.server.serving.served_weights import ServedWeights
+from fp8serve.server.serving.served_weights import ServedAdapter, ServedWeights
 
 SEQUENCE_COUNTS = ("running", "waiting")
 PLACEHOLDERS = frozenset({"dummy", "tgi"})

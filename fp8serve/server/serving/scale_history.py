@@ -39,22 +39,20 @@ class ScaleHistory:
         if weight_version != self.weight_version or self._columns.keys() != by_layer.keys():
             self._start(weight_version, list(by_layer))
         is_new_entry = self._num_samples % self._samples_per_entry == 0
-        if is_new_entry and len(self._times) == self._max_entries:
-            self._merge_pairs()
+        if is_new_entry and len(self._times) == self._max_entries:  # merge pairs of entries
+            self._times = self._times[1::2]
+            for *inputs, scales in self._columns.values():
+                for values in inputs:
+                    values[:] = array("f", map(_larger, values[::2], values[1::2]))
+                scales[:] = scales[1::2]
+            self._samples_per_entry *= 2
         self._times[len(self._times) - (not is_new_entry) :] = [time.time()]
-        for name, columns in self._columns.items():
-            record = by_layer[name]
-            sample = [math.nan if record[key] is None else record[key] for key in KEYS]
-            _add_sample(columns, sample, is_new_entry)
+        for name, (*inputs, scales) in self._columns.items():
+            *amaxes, scale = (math.nan if by_layer[name][key] is None else by_layer[name][key] for key in KEYS)
+            for values, value in zip(inputs, amaxes, strict=True):
+                values.append(value if is_new_entry else _larger(values.pop(), value))
+            scales[len(scales) - (not is_new_entry) :] = array("f", [scale])
         self._num_samples += 1
-
-    def _merge_pairs(self) -> None:
-        self._times = self._times[1::2]
-        for *inputs, scales in self._columns.values():
-            for values in inputs:
-                values[:] = array("f", map(_larger, values[::2], values[1::2]))
-            scales[:] = scales[1::2]
-        self._samples_per_entry *= 2
 
     def entries(self, layer: str) -> list[dict[str, float | None]] | None:
         """Returns the entries of a layer, oldest first, or None for an unknown layer.
@@ -67,14 +65,6 @@ class ScaleHistory:
             {"at": at} | {key: None if math.isnan(value) else value for key, value in zip(KEYS, values, strict=True)}
             for at, *values in zip(self._times, *columns, strict=True)
         ]
-
-
-def _add_sample(columns: tuple["array[float]", ...], sample: Sequence[float], is_new_entry: bool) -> None:
-    """Appends a sample as a new entry, or merges it into the last one."""
-    *inputs, scales = columns
-    for values, value in zip(inputs, sample, strict=False):
-        values.append(value if is_new_entry else _larger(values.pop(), value))
-    scales[len(scales) - (not is_new_entry) :] = array("f", sample[-1:])
 
 
 def _larger(a: float, b: float) -> float:

@@ -43,18 +43,15 @@ class ScaleSaver:
         async with self._lock:
             with tempfile.TemporaryDirectory(prefix="rolled-", dir=self._work_dir) as folder:
                 scales_path = Path(folder) / "moved.safetensors"
-                count = await self._write_scales(served, scales_path)
+                try:
+                    count = await served.engine.save_scales(scales_path)
+                except RequestError as error:
+                    raise Fault(Code.NOT_ROLLING, str(error)) from None
+                except Fp8ServeError as error:
+                    raise Fault(Code.ENGINE_DOWN, f"The engine could not save its scales: {error}") from None
                 await self._write_directory(served, out, scales_path)
         log.info("saved the model with %d current scales to %s", count, out)
         return out.name, count
-
-    async def _write_scales(self, served: ServedWeights, path: Path) -> int:
-        try:
-            return await served.engine.save_scales(path)
-        except RequestError as error:
-            raise Fault(Code.NOT_ROLLING, str(error)) from None
-        except Fp8ServeError as error:
-            raise Fault(Code.ENGINE_DOWN, f"The engine could not save its scales: {error}") from None
 
     async def _write_directory(self, served: ServedWeights, out: Path, scales_path: Path) -> None:
         source = served.source

@@ -33,11 +33,11 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.output_parsers.output_format import detect_format
-from fp8serve.server.serving.adapters import ServedAdapter
 from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.scale_history import ScaleHistory
 from fp8serve.server.serving.served_weights import (
     Launch,
+    ServedAdapter,
     ServedWeights,
     WeightSource,
     have_same_text_files,

@@ -1,4 +1,8 @@
-"""A directory of weights that can be served (`WeightSource`), and weights with a running engine (`ServedWeights`)."""
+"""Directories of weights and adapters that can be served, and those that a running engine has loaded.
+
+A model's engine computes requests with and without adapters in one batch. A request for an adapter is a request to its
+model that names the adapter. It waits in the model's queue and is counted under the adapter's name.
+"""
 
 import asyncio
 import contextlib
@@ -6,9 +10,9 @@ import hashlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
@@ -42,8 +46,27 @@ class WeightSource:
     output_format: OutputFormat = AUTO_FORMAT
 
 
+@dataclass(eq=False, kw_only=True)
+class Leased:
+    """What an engine has loaded and keeps while a request has a lease on it, even if it is replaced or unloaded."""
+
+    leases: int = 0
+    unleased: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[None]:
+        self.leases += 1
+        self.unleased.clear()
+        try:
+            yield
+        finally:
+            self.leases -= 1
+            if self.leases == 0:
+                self.unleased.set()
+
+
 @dataclass(eq=False)
-class ServedWeights:
+class ServedWeights(Leased):
     """Weights with a running engine process. `admission` counts their requests.
 
     `weight_version` identifies the bytes of the weights. `output_format` says how tool calls and reasoning are parsed.
@@ -59,8 +82,6 @@ class ServedWeights:
     silence: float = 0.0  # for how many seconds the engine process has sent no heartbeat
     has_reported: bool = False  # whether the engine has reported statistics since it began to serve
     prefilling_ids: frozenset[str] = frozenset()  # requests that were in prefill at the engine's last report
-    leases: int = 0
-    unleased: asyncio.Event = field(default_factory=asyncio.Event)
     adapter: str | None = None
     overwritten_from: Path | None = None  # the directory whose weights were copied over those of `source`
 
@@ -69,17 +90,63 @@ class ServedWeights:
         server itself was suspended, the engine is not blamed for it."""
         self.silence = min(self.silence + min(seconds, MAX_SECONDS_PER_UPDATE), self.engine.heartbeat_age)
 
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """A directory with an adapter, as peft writes it.
+
+    `key` is the id of the job that trained the adapter, or "". `root` is the adapter's original name, which may differ
+    from `name`. If `required`, the model must not be served without the adapter.
+    """
+
+    name: str
+    root: str
+    directory: Path
+    key: str = ""
+    required: bool = False
+
+
+@dataclass(eq=False)
+class ServedAdapter(Leased):
+    """An adapter that the engine has loaded, or will load when the model starts.
+
+    `engine_name` is the adapter's name in the engine. It is new at every load, because `name` may be used again while
+    responses with the previous adapter are still being generated. `facts` is the engine's report about the adapter.
+    """
+
+    source: AdapterSource
+    engine_name: str
+    admission: Admission
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def served_with(self, base: ServedWeights) -> "AdaptedWeights":
+        """Returns the weights of the model with this adapter, for one request."""
+        source = replace(base.source, key=self.source.key or base.source.key, model_id=self.name)
+        version = f"{base.weight_version}+{self.facts.get('digest', '')[:12]}"
+        parts = source, base.engine, base.tokenizer, self.admission, version, base.output_format
+        return AdaptedWeights(*parts, adapter=self.engine_name, base=base, leased_adapter=self)
+
+    def view(self) -> dict[str, Any]:
+        """Returns the adapter as routes show it, without paths on the server's disk."""
+        facts = {name: self.facts.get(name) for name in ("method", "rank", "layers", "bytes")}
+        return {"name": self.name, "root": self.source.root, "in_flight": self.admission.in_flight, **facts}
+
+
+@dataclass(eq=False, kw_only=True)
+class AdaptedWeights(ServedWeights):
+    """Served weights with an adapter, for one request. A lease keeps the engine open and the adapter loaded."""
+
+    base: ServedWeights
+    leased_adapter: ServedAdapter
+
     @contextlib.contextmanager
-    def lease(self) -> Iterator["ServedWeights"]:
-        """Keeps the engine of these weights open, even if other weights replace them meanwhile."""
-        self.leases += 1
-        self.unleased.clear()
-        try:
-            yield self
-        finally:
-            self.leases -= 1
-            if self.leases == 0:
-                self.unleased.set()
+    def lease(self) -> Iterator[None]:
+        with self.base.lease(), self.leased_adapter.lease():
+            yield
 
 
 Launch = Callable[[WeightSource], Awaitable[tuple[EngineClient, TokenizerFacts]]]
@@ -128,13 +195,9 @@ def weight_version(directory: Path) -> str:
     for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
         if path.is_file():
             with open_member(path, error=ModelError) as file:
-                _hash_samples(file, path.name, digest)
+                size = os.fstat(file.fileno()).st_size
+                digest.update(f"{path.name}:{size}".encode())
+                for offset in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
+                    file.seek(offset)
+                    digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:12]
-
-
-def _hash_samples(file: BinaryIO, name: str, digest: "hashlib._Hash") -> None:
-    size = os.fstat(file.fileno()).st_size
-    digest.update(f"{name}:{size}".encode())
-    for offset in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
-        file.seek(offset)
-        digest.update(file.read(SAMPLE_BYTES))

@@ -42,8 +42,13 @@ class EngineSupervisor:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             served = self.model.current
-            if served is not None and served.engine.alive:
-                served.has_reported |= await self._read_stats(served)
+            if served is None or not served.engine.alive:
+                continue
+            with contextlib.suppress(Fp8ServeError, OSError, TimeoutError):
+                async with asyncio.timeout(STATS_TIMEOUT_SECONDS):
+                    self.model.last_stats = (served, stats := await served.engine.stats())
+                served.prefilling_ids = frozenset(stats.get("prefilling", ()))
+                served.has_reported = True
 
     async def _poll_layers(self) -> None:
         """Reads the statistics of FP8 layers: at once for new weights, then every few seconds."""
@@ -96,16 +101,6 @@ class EngineSupervisor:
         model.failed_restarts += 1
         if model.current is served:
             await self._restart(served)
-
-    async def _read_stats(self, served: ServedWeights) -> bool:
-        """Stores the engine's statistics. Returns whether the engine reported them in time."""
-        try:
-            async with asyncio.timeout(STATS_TIMEOUT_SECONDS):
-                self.model.last_stats = (served, stats := await served.engine.stats())
-                served.prefilling_ids = frozenset(stats.get("prefilling", ()))
-        except (Fp8ServeError, OSError, TimeoutError):
-            return False
-        return True
 
     async def _restart(self, dead: ServedWeights) -> None:
         log.error("the engine process of %s died and is started again", dead.source.model_id)

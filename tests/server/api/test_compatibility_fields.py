@@ -12,7 +12,15 @@ from pydantic import ValidationError
 
 from fp8serve.server.schemas.anthropic_bodies import CountBody, MessagesBody
 from fp8serve.server.schemas.bodies import Body, CompatibilityField, Strict
-from fp8serve.server.schemas.compatibility_fields import ROUTES, table
+from fp8serve.server.schemas.compatibility_fields import (
+    CHAT,
+    COMPLETION,
+    GENERATE,
+    MESSAGES,
+    RESPONSES,
+    SAMPLING,
+    STORAGE,
+)
 from fp8serve.server.schemas.embedding_bodies import EmbeddingBody
 from fp8serve.server.schemas.generation_bodies import GenerateParameters
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
@@ -30,6 +38,24 @@ BODIES: dict[str, tuple[type[Strict], dict[str, Any]]] = {
     "/v1/messages": (MessagesBody, {"messages": TURN, "max_tokens": 8}),
     "/generate (parameters)": (GenerateParameters, {}),
 }
+
+
+ROUTES = {
+    "/v1/chat/completions": (*CHAT, *SAMPLING, *STORAGE),
+    "/v1/completions": (*COMPLETION, *SAMPLING),
+    "/v1/responses": (*RESPONSES, *STORAGE),
+    "/v1/messages": MESSAGES,
+    "/generate (parameters)": GENERATE,
+}
+
+
+def table() -> str:
+    """Returns all fields as a Markdown table for docs/clients.md."""
+    lines = ["| route | field | of | what happens |", "|---|---|---|---|"]
+    for route, rows in ROUTES.items():
+        for row in sorted(rows, key=lambda row: (row.treatment, row.project, row.name)):
+            lines.append(f"| `{route}` | `{row.name}` | {row.project} | {row.description} |")
+    return "\n".join(lines)
 
 
 OF_OPENAI = ("openai chat", "openai text", "openai responses", "openai embeddings", "huggingface_hub chat")

@@ -8,7 +8,7 @@ from fp8serve.client.api import base_url
 from fp8serve.errors import JobError, RequestError
 from fp8serve.options import http_address
 from fp8serve.server.faults import Fault
-from fp8serve.server.finetuning.job_directory import check_grader
+from fp8serve.server.finetuning.submission import check_grader
 from fp8serve.server.settings import Settings
 from fp8serve.train.config import TrainConfig
 from tests.server.conftest import Start

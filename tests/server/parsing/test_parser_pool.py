@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import MachineError
-from fp8serve.server.faults import KINDS, Fault
+from fp8serve.server.faults import Fault
 from fp8serve.server.parsing.parser_pool import JobLimits, ParserProcess
 from fp8serve.train.config import TrainConfig
 from tests.patience import until
@@ -113,7 +113,7 @@ def test_a_process_that_dies_of_a_tokenizer_is_the_requests_fault(number: int, m
         os.kill(pid, signal.SIGCONT)
         with pytest.raises(Fault, match=message) as caught:
             await job
-        assert KINDS[caught.value.code].v1_status == 400
+        assert caught.value.code.kind.v1_status == 400
         assert (await process.perform(head, b"a", ALLOWED))[0]["prompts"][0]["count"] == 1
         await process.close()
 

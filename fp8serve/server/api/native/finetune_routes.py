@@ -6,6 +6,7 @@ event.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
@@ -24,9 +25,9 @@ from fp8serve.server.api.routing import (
     ResponseModel,
     StateDep,
 )
+from fp8serve.server.finetuning.activation import checkpoint_metrics, checkpoint_name
 from fp8serve.server.finetuning.database import Event, Job, Status
 from fp8serve.server.finetuning.job_store import FINAL_STATUSES
-from fp8serve.server.finetuning.sources import checkpoint_metrics, checkpoint_name
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.schemas.finetune_bodies import ActivateJobBody, FinetuneBody
 from fp8serve.server.server_state import ServerState
@@ -191,16 +192,9 @@ async def follow(state: ServerState, job_id: str, after: int) -> AsyncGenerator[
             yield event({"status": job.status}, name="end", id=after)
             return
         if not items:
-            await _wait_for_change(state)
-
-
-async def _wait_for_change(state: ServerState) -> None:
-    """Waits until the job runner reports a change, but at most half a second, because not all are reported."""
-    try:
-        async with asyncio.timeout(0.5), state.runner.changed:
-            await state.runner.changed.wait()
-    except TimeoutError:
-        pass
+            with contextlib.suppress(TimeoutError):  # the job runner does not report all changes
+                async with asyncio.timeout(0.5), state.runner.changed:
+                    await state.runner.changed.wait()
 
 
 @router.get("/finetune/{job_id}/checkpoints", summary="Complete checkpoints of a job, newest first")
@@ -291,10 +285,5 @@ def job_view(state: ServerState, job: Job) -> JobView:
 
 def event_view(item: Event) -> EventView:
     return EventView(
-        id=item.seq,
-        created_at=item.created_at,
-        level=item.level,
-        type=item.type,
-        message=item.message,
-        data=item.data,
+        id=item.seq, created_at=item.created_at, level=item.level, type=item.type, message=item.message, data=item.data
     )

@@ -8,7 +8,7 @@ also have `model`, `weight_version` and `request_id`.
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -34,14 +34,8 @@ from fp8serve.server.api.routing import (
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.request_parser import messages_json
+from fp8serve.server.schemas import generation_bodies as bodies
 from fp8serve.server.schemas.bodies import explicit_options
-from fp8serve.server.schemas.generation_bodies import (
-    RENAMED_FIELDS,
-    DetokenizeBody,
-    GenerateBody,
-    GenerateParameters,
-    TokenizeBody,
-)
 from fp8serve.server.schemas.messages import plain_tools, prompt_ending
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.generation import Generation
@@ -102,7 +96,7 @@ class NewTokens:
 class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
     """Writes the completion of one prompt."""
 
-    def __init__(self, body: GenerateBody, generation: Generation, request_id: str) -> None:
+    def __init__(self, body: bodies.GenerateBody, generation: Generation, request_id: str) -> None:
         super().__init__(generation)
         self.inputs, self.options, self.request_id = body.inputs, body.parameters, request_id
         self.params = generation.requests[0].params
@@ -121,13 +115,19 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
         tokens = [_token(tokenizer, *item) for item in zip(output.token_ids, texts, logprobs, strict=False)]
         if not tokens and output.text_delta and self.tokens:  # at the end, withheld text may arrive without a token
             tokens = [self.tokens[-1] | {"text": output.text_delta}]
-        top_tokens = [_top_tokens(tokenizer, logprob) for logprob in logprobs if logprob is not None]
+        top_tokens = [
+            [_token(tokenizer, i, tokenizer.texts.text(i), TokenLogprob(i, p)) for i, p in logprob.top]
+            for logprob in logprobs
+            if logprob is not None
+        ]
         self.text += output.text_delta
         self.tokens += tokens
         self.top_tokens += top_tokens
         self._last_output = output
-        if output.prompt_logprobs is not None:
-            self.prefill = self._prefill(output.prompt_logprobs)
+        if output.prompt_logprobs is not None:  # the first token of the prompt has no log-probability
+            first = self.generation.requests[0].prompt_token_ids[0]
+            prompt = [(first, None), *((item.token_id, item) for item in output.prompt_logprobs)]
+            self.prefill = [_token(tokenizer, i, tokenizer.texts.text(i), logprob) for i, logprob in prompt]
         return NewTokens(tokens, top_tokens)
 
     # -- the complete response -----------------------------------------------------------------------------------------
@@ -148,8 +148,9 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
         for i, token in enumerate(delta.tokens):
             is_last = is_finished and i == len(delta.tokens) - 1
             yield self._event(token, top_tokens[i] if i < len(top_tokens) else [], output if is_last else None)
-        if is_finished and not delta.tokens:
-            yield self._event(self._empty_token(), [], output)
+        if is_finished and not delta.tokens:  # the last token without its text; clients do not display special tokens
+            last_token = self.tokens[-1] if self.tokens else {"id": 0, "logprob": None}
+            yield self._event(last_token | {"text": "", "special": True}, [], output)
 
     def failure(self, fault: Fault) -> JsonObject:
         return fault.native(self.request_id)
@@ -162,10 +163,6 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
         if last_output is None:
             return event | {"generated_text": None, "details": None}
         return event | {"generated_text": self._full_text(), "details": self._details(last_output)} | self._origin()
-
-    def _empty_token(self) -> JsonObject:
-        """Returns the last token without its text, marked as special so that clients do not display it."""
-        return (self.tokens[-1] if self.tokens else {"id": 0, "logprob": None}) | {"text": "", "special": True}
 
     # -- parts of both -------------------------------------------------------------------------------------------------
 
@@ -181,12 +178,6 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
             "input_length": output.num_prompt_tokens,
         }
 
-    def _prefill(self, logprobs: Sequence[TokenLogprob]) -> list[JsonObject]:
-        """Returns the tokens of the prompt. The first token has no log-probability."""
-        tokenizer, first = self.generation.served.tokenizer, self.generation.requests[0].prompt_token_ids[0]
-        tokens = [(first, None), *((item.token_id, item) for item in logprobs)]
-        return [_token(tokenizer, token_id, tokenizer.texts.text(token_id), item) for token_id, item in tokens]
-
     def _origin(self) -> dict[str, str]:
         served = self.generation.served
         return {"model": served.source.model_id, "weight_version": served.weight_version, "request_id": self.request_id}
@@ -195,13 +186,6 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
 def _token(tokenizer: TokenizerFacts, token_id: int, text: str, logprob: TokenLogprob | None) -> JsonObject:
     value = None if logprob is None else finite(logprob.logprob)
     return {"id": token_id, "text": text, "logprob": value, "special": token_id in tokenizer.special_ids}
-
-
-def _top_tokens(tokenizer: TokenizerFacts, logprob: TokenLogprob) -> list[JsonObject]:
-    return [
-        {"id": i, "text": tokenizer.texts.text(i), "logprob": finite(p), "special": i in tokenizer.special_ids}
-        for i, p in logprob.top
-    ]
 
 
 def finish_reason(output: RequestOutput) -> str:
@@ -216,11 +200,11 @@ def finish_reason(output: RequestOutput) -> str:
 RANDOM_SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p"})
 
 
-def to_sampling_params(p: GenerateParameters) -> SamplingParams:
+def to_sampling_params(p: bodies.GenerateParameters) -> SamplingParams:
     """Converts the parameters. Decoding is greedy unless `do_sample` or a parameter that only affects sampling is set.
     Raises RequestError if parameters contradict each other.
     """
-    values = explicit_options(p, SamplingParams, RENAMED_FIELDS)
+    values = explicit_options(p, SamplingParams, bodies.RENAMED_FIELDS)
     if not (p.do_sample or RANDOM_SAMPLING_FIELDS & values.keys()):
         values["temperature"] = 0.0
     is_random = values.get("temperature") != 0
@@ -232,7 +216,7 @@ def to_sampling_params(p: GenerateParameters) -> SamplingParams:
 
 @router.post("/generate", summary="Generate text", response_model=GenerateResponse, responses=STREAM)
 async def generate(
-    body: GenerateBody, request: Request, response: Response, state: StateDep
+    body: bodies.GenerateBody, request: Request, response: Response, state: StateDep
 ) -> Response | GenerateResponse:
     """Returns one object, or server-sent events with `stream: true`."""
     return await _generate(body, request, response, state, body.stream)
@@ -242,7 +226,7 @@ async def generate(
 @router.post(
     "/generate_stream", summary="Generate text as server-sent events", response_class=Response, responses=STREAM
 )
-async def generate_stream(body: GenerateBody, request: Request, response: Response, state: StateDep) -> Any:
+async def generate_stream(body: bodies.GenerateBody, request: Request, response: Response, state: StateDep) -> Any:
     if body.parameters.decoder_input_details:
         param = "parameters.decoder_input_details"
         raise Fault(Code.INVALID_PARAMETER, "decoder_input_details cannot be streamed.", param=param)
@@ -256,7 +240,7 @@ async def generate_stream(body: GenerateBody, request: Request, response: Respon
     responses=STREAM,
 )
 async def root(
-    body: GenerateBody, request: Request, response: Response, state: StateDep
+    body: bodies.GenerateBody, request: Request, response: Response, state: StateDep
 ) -> Response | list[GenerateResponse]:
     """Does the same as /generate. The response without `stream` is a list with one element."""
     result = await _generate(body, request, response, state, body.stream)
@@ -264,7 +248,7 @@ async def root(
 
 
 async def _generate(
-    body: GenerateBody, request: Request, response: Response, state: ServerState, stream: bool
+    body: bodies.GenerateBody, request: Request, response: Response, state: ServerState, stream: bool
 ) -> Response | GenerateResponse:
     """Returns the response, and sets the headers that text-generation-inference's dashboards read."""
     served = await resolve_model(body, state)
@@ -282,7 +266,7 @@ async def _generate(
 
 
 @router.post("/tokenize", summary="Tokenize text or messages", response_model=TokenizeResponse)
-async def tokenize(body: TokenizeBody, request: Request, state: StateDep) -> Response:
+async def tokenize(body: bodies.TokenizeBody, request: Request, state: StateDep) -> Response:
     """Returns the token ids that generation uses for the same text or messages."""
     served = state.models.resolve(body.model)
     text = messages_json(body.messages) if body.messages is not None else (body.prompt or "").encode()
@@ -296,7 +280,7 @@ async def tokenize(body: TokenizeBody, request: Request, state: StateDep) -> Res
 
 
 @router.post("/detokenize", summary="Decode token ids", response_model=DetokenizeResponse)
-async def detokenize(body: DetokenizeBody, request: Request, state: StateDep) -> Response:
+async def detokenize(body: bodies.DetokenizeBody, request: Request, state: StateDep) -> Response:
     served = state.models.resolve(body.model)
     state.parser.size_limits(served.engine.limits.max_model_len).check(body)
     head = {"op": "detokenize", "skip_special": body.skip_special_tokens}

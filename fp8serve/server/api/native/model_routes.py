@@ -14,21 +14,11 @@ from fp8serve.server.api.model_list_routes import Model, all_models
 from fp8serve.server.api.routing import BoundedRoute, JsonObject, ResponseModel, StateDep
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.named_models import NamedModel, adapters_below, check_name, models_below
-from fp8serve.server.schemas.finetune_bodies import (
-    DEFAULT_MAX_PERPLEXITY_RATIO,
-    ActivateBody,
-    AliasBody,
-    LoadAdapterBody,
-    LoadBody,
-    UnloadAdapterBody,
-    UnloadBody,
-    WeightsBody,
-)
+from fp8serve.server.schemas import finetune_bodies as bodies
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.adapters import AdapterSource
 from fp8serve.server.serving.model_loader import source_of
 from fp8serve.server.serving.served_model import BASE, ServedModel
-from fp8serve.server.serving.served_weights import ServedWeights, WeightSource
+from fp8serve.server.serving.served_weights import AdapterSource, ServedWeights, WeightSource
 from fp8serve.server.serving.verification import UNVERIFIED, MeasuredRow, Verification, Verified
 
 router = APIRouter(tags=["models"], route_class=BoundedRoute)
@@ -126,7 +116,7 @@ async def models(state: StateDep) -> Models:
 
 
 @router.post("/models/{name:path}/load", summary="Load a model")
-async def load(name: str, state: StateDep, body: LoadBody | None = None) -> ModelView:
+async def load(name: str, state: StateDep, body: bodies.LoadBody | None = None) -> ModelView:
     """Responds when the model is ready, or at once if it is loaded. Other models are not affected. The weights must be
     finite and the model must generate a token; its perplexity is not verified.
     """
@@ -138,7 +128,7 @@ async def load(name: str, state: StateDep, body: LoadBody | None = None) -> Mode
 
 
 @router.post("/weights", summary="Replace the weights of a served model by another version of them")
-async def replace_weights(body: WeightsBody, state: StateDep) -> ReplaceWeightsResponse:
+async def replace_weights(body: bodies.WeightsBody, state: StateDep) -> ReplaceWeightsResponse:
     """Overwrites the weights in the running engine, for a trainer beside the server. It responds when the new weights
     are in use. The engine first completes active requests, and new requests get 503 meanwhile, so each response comes
     from one version. The new weights must generate a token. With `texts`, their perplexity may be at most
@@ -167,7 +157,7 @@ async def replace_weights(body: WeightsBody, state: StateDep) -> ReplaceWeightsR
     )
 
 
-async def _verification_on_texts(state: ServerState, model: ServedModel, body: WeightsBody) -> Verification:
+async def _verification_on_texts(state: ServerState, model: ServedModel, body: bodies.WeightsBody) -> Verification:
     """Returns how replaced weights are verified. Raises Fault if a text is too long or all texts are too short to have
     a perplexity."""
     if body.texts is None:
@@ -182,12 +172,12 @@ async def _verification_on_texts(state: ServerState, model: ServedModel, body: W
     rows = [MeasuredRow(ids, (True,) * len(ids)) for ids in prompts if len(ids) > 1]
     if not rows:
         raise Fault(Code.INVALID_PARAMETER, "Perplexity needs a text of at least two tokens.", param="texts")
-    ratio = DEFAULT_MAX_PERPLEXITY_RATIO if body.max_perplexity_ratio is None else body.max_perplexity_ratio
+    ratio = bodies.DEFAULT_MAX_PERPLEXITY_RATIO if body.max_perplexity_ratio is None else body.max_perplexity_ratio
     return Verification(rows, ratio, model.deadlines.load, rows_name="the texts")
 
 
 @router.post("/models/{name:path}/unload", summary="Unload a model")
-async def unload(name: str, state: StateDep, body: UnloadBody | None = None) -> UnloadResponse:
+async def unload(name: str, state: StateDep, body: bodies.UnloadBody | None = None) -> UnloadResponse:
     """Refuses new requests for the model at once. Active requests have `seconds` to complete."""
     seconds = body.seconds if body is not None else None
     await state.model_loader.unload(name, state.settings.drain_seconds if seconds is None else seconds)
@@ -195,7 +185,7 @@ async def unload(name: str, state: StateDep, body: UnloadBody | None = None) -> 
 
 
 @router.post("/models/{name:path}/alias", summary="Give a model another name, or remove that name")
-async def alias(name: str, body: AliasBody, state: StateDep) -> ModelView:
+async def alias(name: str, body: bodies.AliasBody, state: StateDep) -> ModelView:
     model = state.models.require(name)
     if body.remove:
         state.models.aliases.pop(body.alias, None)
@@ -211,7 +201,7 @@ async def alias(name: str, body: AliasBody, state: StateDep) -> ModelView:
     return model_view(state, model)
 
 
-def _source(state: ServerState, name: str, body: LoadBody) -> WeightSource:
+def _source(state: ServerState, name: str, body: bodies.LoadBody) -> WeightSource:
     """Returns the source to load. Raises Fault if it does not exist, or if the name or an option is invalid."""
     key = str(body.source)
     directory = models_below(state.settings.models_dir).get(key)
@@ -255,7 +245,7 @@ def _activation_progress(activation: tuple[str, float] | None) -> ActivationProg
 
 
 @router.post("/models/{name:path}/activate", summary="Activate the result of a job, or the base model")
-async def activate_model(name: str, body: ActivateBody, state: StateDep) -> ActivationResponse:
+async def activate_model(name: str, body: bodies.ActivateBody, state: StateDep) -> ActivationResponse:
     return await activate_source(state, state.models.require(name), body.source, body.max_perplexity_ratio)
 
 
@@ -293,7 +283,7 @@ def served_view(served: ServedWeights | None) -> ServedView | None:
 @router.post(
     "/v1/load_lora_adapter", name="load", summary="Load an adapter of a model", response_class=PlainTextResponse
 )
-async def load_adapter(body: LoadAdapterBody, state: StateDep) -> str:
+async def load_adapter(body: bodies.LoadAdapterBody, state: StateDep) -> str:
     """Responds when requests can use the adapter. Active requests continue. A loaded adapter is not reloaded."""
     model = state.models.require(body.base_model_name, "base_model_name")
     source = await asyncio.to_thread(_adapter_source, state, body)
@@ -302,13 +292,13 @@ async def load_adapter(body: LoadAdapterBody, state: StateDep) -> str:
 
 
 @router.post("/v1/unload_lora_adapter", name="unload", summary="Unload an adapter", response_class=PlainTextResponse)
-async def unload_adapter(body: UnloadAdapterBody, state: StateDep) -> str:
+async def unload_adapter(body: bodies.UnloadAdapterBody, state: StateDep) -> str:
     """Refuses new requests for the adapter with 404. Active requests complete with it."""
     await state.activator.unload_adapter(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 
-def _adapter_source(state: ServerState, body: LoadAdapterBody) -> AdapterSource:
+def _adapter_source(state: ServerState, body: bodies.LoadAdapterBody) -> AdapterSource:
     """Returns the adapter to load. Raises Fault if its name is invalid or its path does not exist."""
     try:
         check_name(body.lora_name)

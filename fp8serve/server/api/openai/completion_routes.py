@@ -227,7 +227,6 @@ class TextRenderer(CompletionRenderer[Completion]):
         return RequestOutput(output.request_id, finish_reason=reason, error=output.error, prompt_logprobs=logprobs)
 
     def _echo(self, index: int, output: RequestOutput) -> JsonObject:
-        """Returns the prompt as the first delta of a choice."""
         tokens = None
         if output.prompt_logprobs is not None:
             tokens = self._prompt_tokens(index, output.prompt_logprobs)

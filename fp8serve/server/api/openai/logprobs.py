@@ -88,22 +88,17 @@ class LogprobStream:
 
     def add(self, output: RequestOutput) -> list[PositionedToken]:
         """Adds an output and returns the tokens whose text has been returned by now."""
-        tokens = zip(output.logprobs or (), output.settled_chars, strict=True)
-        self._withheld += [self._position(token, length, output) for token, length in tokens]
+        for token, length in zip(output.logprobs or (), output.settled_chars, strict=True):
+            has_text = self._has_text(token.token_id, output)
+            self._withheld.append(PositionedToken(token, self._decoded_length, has_text, not self._has_text_before))
+            self._decoded_length += length if has_text else 0
+            self._has_text_before |= has_text
         self._sent_length += len(output.text_delta)
         is_complete = output.finish_reason is not None and not isinstance(output.stop_reason, str)
         returned = []
         while self._withheld and (is_complete or self._withheld[0].offset < self._sent_length):
             returned.append(self._withheld.popleft())
         return returned
-
-    def _position(self, token: TokenLogprob, length: int, output: RequestOutput) -> PositionedToken:
-        has_text = self._has_text(token.token_id, output)
-        positioned = PositionedToken(token, self._decoded_length, has_text, not self._has_text_before)
-        if has_text:
-            self._decoded_length += length
-            self._has_text_before = True
-        return positioned
 
     def _has_text(self, token_id: int, output: RequestOutput) -> bool:
         """Returns False for special tokens and for the token that ended the text, unless the request includes them."""
