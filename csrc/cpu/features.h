@@ -37,7 +37,7 @@
 
 #if defined(__aarch64__)
 #define FP8_NEON 1
-#define FP8_TARGET_NEON_BF16 __attribute__((target("+bf16")))
+#define FP8_TARGET_NEON_BF16 __attribute__((target("arch=armv8.2-a+bf16")))
 #else
 #define FP8_NEON 0
 #endif
