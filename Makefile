@@ -49,7 +49,7 @@ DOCS_REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb"
   print(*p["project"]["optional-dependencies"]["docs"], sep="\n")
 
 
-.PHONY: help setup weights options routes pictures console-pictures compatibility docs demo test test-changed test-all test-random test-wheel durations coverage lint format typecheck cuda gpu wheel lock clean
+.PHONY: help setup weights options routes pictures console-pictures compatibility docs demo test test-changed test-all test-random test-wheel durations coverage lint format typecheck cuda arm arm-wheel gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -163,6 +163,27 @@ cuda: .venv/packages ## compile the CUDA kernels for all architectures (needs nv
 	$(BIN)/cmake --build build/cuda --target fp8serve_cuda
 	$(BIN)/python tests/cuda/sass.py build/cuda/libfp8serve_cuda.so
 	$(BIN)/python tests/cuda/resources.py build/cuda/libfp8serve_cuda.so $(CUDA_RECORD)
+
+# Linked against a stand-in for torch's C interface (tests/arm/torch_shim.cpp): torch for ARM is not installed.
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_EMULATOR ?= qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu
+ARM_LEVELS = portable neon neonbf16
+ARM_COMPILE = $(ARM_CXX) -std=c++20 -O2 -Wall -Wextra -Werror -DTORCH_TARGET_VERSION=0x020b000000000000 -isystem \
+  $$($(BIN)/python -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])")/include
+ARM_CMAKE = FP8SERVE_CUDA=OFF CMAKE_SYSTEM_NAME=Linux CMAKE_SYSTEM_PROCESSOR=aarch64 CMAKE_CXX_COMPILER=$(ARM_CXX) \
+  TORCH_CPU_LIBRARY=$(CURDIR)/build/arm/libtorch_cpu.so
+arm: setup ## compile csrc/cpu/ for 64-bit ARM, and compare its bits with this machine's (needs g++-aarch64-linux-gnu, qemu-user)
+	mkdir -p build/arm
+	$(ARM_COMPILE) -fPIC -shared -Wl,-soname,libtorch_cpu.so tests/arm/torch_shim.cpp -o build/arm/libtorch_cpu.so
+	$(ARM_COMPILE) tests/arm/replay.cpp -Lbuild/arm -ltorch_cpu -o build/arm/replay
+	$(BIN)/cmake -S csrc -B build/arm/library -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(addprefix -D,$(ARM_CMAKE))
+	$(BIN)/cmake --build build/arm/library
+	$(BIN)/python -m tests.arm.record build/arm/cases
+	$(ARM_EMULATOR) -E LD_LIBRARY_PATH=build/arm build/arm/replay build/arm/library/libfp8serve_cpu.so build/arm/cases $(ARM_LEVELS)
+
+arm-wheel: arm ## build dist/arm/fp8serve-*-linux_aarch64.whl from what `make arm` compiled and compared
+	_PYTHON_HOST_PLATFORM=linux-aarch64 $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist/arm \
+	  --config-settings=build-dir=build/arm/library $(addprefix --config-settings=cmake.define.,$(ARM_CMAKE)) .
 
 # With the Python that is there, and no network: a machine with a GPU may be borrowed, and bare.
 gpu: ## build, test and measure on the GPU of this machine; writes benchmarks/<gpu>-<date>.json

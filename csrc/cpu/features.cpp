@@ -17,6 +17,11 @@
 
 #include "check.h"
 
+#if FP8_NEON && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace fp8serve {
 namespace {
 
@@ -24,8 +29,12 @@ struct Named {
   std::string_view name;
   Features features;
 };
-constexpr std::array<Named, 4> kLevels{
-    {{"portable", kPortable}, {"avx2", kAvx2}, {"avx512", kAvx512}, {"avx512bf16", kAvx512Bf16}}};
+constexpr std::array<Named, 6> kLevels{{{"portable", kPortable},
+                                        {"avx2", kAvx2},
+                                        {"avx512", kAvx512},
+                                        {"avx512bf16", kAvx512Bf16},
+                                        {"neon", kNeon},
+                                        {"neonbf16", kNeonBf16}}};
 constexpr std::array<Named, 6> kFlags{{{"fma", feature::fma},
                                        {"avx512f", feature::avx512f},
                                        {"avx512bw", feature::avx512bw},
@@ -45,6 +54,10 @@ Features detect() {
          flag(__builtin_cpu_supports("avx512vl"), feature::avx512vl) |
          flag(__builtin_cpu_supports("avx512vbmi"), feature::avx512vbmi) |
          flag(__builtin_cpu_supports("avx512bf16"), feature::avx512bf16);
+#elif FP8_NEON && defined(__linux__)
+  return kNeon | ((getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0 ? feature::bf16 : 0);
+#elif FP8_NEON
+  return kNeon;
 #else
   return kPortable;
 #endif
@@ -65,9 +78,10 @@ Features parse(const std::string& cap) {
     end = std::min(cap.find('+', begin), cap.size());
     const std::string_view name = std::string_view(cap).substr(begin, end - begin);
     const auto level = find(kLevels, name), features = level ? level : find(kFlags, name);
-    Contract("cpu_isa").require(features.has_value(), "cap", "is '", cap,
-                                "', must be portable, avx2, avx512, avx512bf16, one of these with features "
-                                "such as +avx512vbmi, best, or empty to ask");
+    Contract("cpu_isa").require(
+        features.has_value(), "cap", "is '", cap,
+        "', must be portable, avx2, avx512, avx512bf16, neon, neonbf16, one of these with features "
+        "such as +avx512vbmi, best, or empty to ask");
     all |= *features;
   }
   return all;

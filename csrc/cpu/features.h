@@ -35,12 +35,19 @@
 #define FP8_X86 0
 #endif
 
+#if defined(__aarch64__)
+#define FP8_NEON 1
+#define FP8_TARGET_NEON_BF16 __attribute__((target("arch=armv8.2-a+bf16")))
+#else
+#define FP8_NEON 0
+#endif
+
 namespace fp8serve {
 
 using Features = uint32_t;  // a set of flags
 namespace feature {
 constexpr Features avx2 = 1 << 0, fma = 1 << 1, avx512f = 1 << 2, avx512bw = 1 << 3, avx512dq = 1 << 4,
-                   avx512vl = 1 << 5, avx512vbmi = 1 << 6, avx512bf16 = 1 << 7;
+                   avx512vl = 1 << 5, avx512vbmi = 1 << 6, avx512bf16 = 1 << 7, neon = 1 << 8, bf16 = 1 << 9;
 }  // namespace feature
 
 // The features that code under each of the macros needs. Every processor with AVX2 has F16C.
@@ -50,6 +57,8 @@ constexpr Features kAvx512 =
     kAvx2 | feature::avx512f | feature::avx512bw | feature::avx512dq | feature::avx512vl;
 constexpr Features kAvx512Vbmi = kAvx512 | feature::avx512vbmi;
 constexpr Features kAvx512Bf16 = kAvx512Vbmi | feature::avx512bf16;
+constexpr Features kNeon = feature::neon;  // which every 64-bit ARM processor has
+constexpr Features kNeonBf16 = kNeon | feature::bf16;
 
 Features features();  // the processor's, without those that a test has capped
 inline bool has(Features needed) { return (features() & needed) == needed; }

@@ -101,6 +101,10 @@ const Level& avx2();
 const Level& avx512();
 const Level& avx512bf16();
 inline constexpr std::array kLevels = {&avx512bf16, &avx512, &avx2, &portable};  // best first
+#elif FP8_NEON
+const Level& neon();
+const Level& neonbf16();
+inline constexpr std::array kLevels = {&neonbf16, &neon, &portable};
 #else
 inline constexpr std::array kLevels = {&portable};
 #endif

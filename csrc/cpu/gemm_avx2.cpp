@@ -76,17 +76,6 @@ FP8_TARGET FP8_INLINE void apply_epilogue_to_rows(const Epilogue& e, int row, co
 
 #include "cpu/gemm_tile.h"
 
-// The first eight of the special values; E5M2's infinity and NaN (0x7c to 0x7f) are the last four of them.
-template <class F>
-struct alignas(16) LowTable {
-  uint16_t special[8];
-  constexpr LowTable() : special() {
-    for (int i = 0; i < 8; ++i) special[i] = kBf16Code<F>.special[i < Bf16Code<F>::first_normal ? i : 24 + i];
-  }
-};
-template <class F>
-constexpr LowTable<F> kLow{};
-
 struct Runs {
   __m256i low, high;  // a run in each 128-bit part
 };
@@ -143,8 +132,10 @@ FP8_TARGET FP8_INLINE __m256 upper(__m256i x) {
   return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int32_t>(0xffff0000))));
 }
 FP8_TARGET FP8_INLINE __m256 lower(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
-FP8_TARGET FP8_INLINE Operand odd(const Runs& x) { return {upper(x.low), upper(x.high)}; }
-FP8_TARGET FP8_INLINE Operand even(const Runs& x) { return {lower(x.low), lower(x.high)}; }
+template <int S>
+FP8_TARGET FP8_INLINE Operand step(const Runs& x) {
+  return S == 0 ? Operand{upper(x.low), upper(x.high)} : Operand{lower(x.low), lower(x.high)};
+}
 FP8_TARGET FP8_INLINE void store(float* p, const Operand& x) {
   _mm256_storeu_ps(p, x.low);
   _mm256_storeu_ps(p + 8, x.high);

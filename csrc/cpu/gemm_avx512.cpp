@@ -62,10 +62,12 @@ FP8_TARGET FP8_INLINE void load_values(const uint16_t* const* from, Runs (&runs)
     runs[r] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
   }
 }
-FP8_TARGET FP8_INLINE Operand odd(Runs x) {
-  return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000))));
+template <int S>
+FP8_TARGET FP8_INLINE Operand step(Runs x) {
+  constexpr auto kUpper = static_cast<int32_t>(0xffff0000);
+  return _mm512_castsi512_ps(S == 0 ? _mm512_and_si512(x, _mm512_set1_epi32(kUpper))
+                                    : _mm512_slli_epi32(x, 16));
 }
-FP8_TARGET FP8_INLINE Operand even(Runs x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 FP8_TARGET FP8_INLINE void store(float* p, Operand x) { _mm512_storeu_ps(p, x); }
 
 #include "cpu/gemm_unpack.h"

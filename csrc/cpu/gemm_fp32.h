@@ -75,4 +75,15 @@ struct Bf16Code {
 template <class F>
 inline constexpr Bf16Code<F> kBf16Code{};
 
+// The first eight of the special values; E5M2's infinity and NaN (0x7c to 0x7f) are the last four of them.
+template <class F>
+struct alignas(16) LowTable {
+  uint16_t special[8];
+  constexpr LowTable() : special() {
+    for (int i = 0; i < 8; ++i) special[i] = kBf16Code<F>.special[i < Bf16Code<F>::first_normal ? i : 24 + i];
+  }
+};
+template <class F>
+inline constexpr LowTable<F> kLow{};
+
 }  // namespace fp8serve::gemm

@@ -1,13 +1,13 @@
-// FP8 or BF16 -> FP32, with vectors, for the levels without a BF16 dot product; and the tile that needs no
-// panel. No include guard: included once per level, behind gemm_tile.h, which also defines:
+// FP8 or BF16 -> panels, with vectors; and the tile that needs no panel. No include guard: included once per
+// level, behind gemm_tile.h, which also defines:
 //   Runs                    a run (8 k) of columns i, i + 4, i + 8 and i + 12 as BF16
 //   load_fp8<F>(columns, runs[2])     16 FP8 values of each of four columns -> two runs
 //   load_values(columns, runs[2])     ... of 16 BF16
-//   odd(run), even(run)     its odd and its even k as an Operand: a BF16 is the upper half of its FP32
-//   store(p, operand)       stores 16 floats
+//   step<S>(run)            its step S as an Operand: of FP32 the odd k, then the even ones, of BF16 the run
+//   store(p, operand)       stores the elements of an operand
 //
-// Every FP8 value is exact in BF16: 16-bit arithmetic decodes twice as many at a time as 32-bit would, and
-// half of the FP32 come out of a mask, half out of a shift.
+// Every FP8 value is exact in BF16: 16-bit arithmetic decodes twice as many at a time as 32-bit would. A BF16
+// is the upper half of its FP32: half of the FP32 come out of a mask, half out of a shift.
 
 constexpr int64_t kStepValues = 16;  // k of two runs
 
@@ -49,16 +49,16 @@ struct Bf16Source {
 };
 
 template <class Source>
-FP8_TARGET void unpack_columns_of(const typename Source::Value* const* columns, int64_t k, float* panel) {
+FP8_TARGET void unpack_columns_of(const typename Source::Value* const* columns, int64_t k, Element* panel) {
   for (int64_t begin = 0; begin < k; begin += kStepValues) {
     for (int i = 0; i < 4; ++i) {
       Runs runs[2];
       load_runs<Source>(columns + i, begin, k - begin, runs);
 #pragma GCC unroll 2
       for (int r = 0; r < 2; ++r) {
-        float* to = panel + (begin + r * kRun) * kGroup + i * 16;
-        store(to, odd(runs[r]));
-        store(to + 64, even(runs[r]));
+        Element* to = panel + (begin + r * kRun) * kGroup + i * kStepB;
+        store(to, step<0>(runs[r]));
+        if constexpr (kSteps == 2) store(to + 4 * kStepB, step<1>(runs[r]));
       }
     }
   }
@@ -66,7 +66,7 @@ FP8_TARGET void unpack_columns_of(const typename Source::Value* const* columns, 
 
 // Loads 64 values of a row like four columns of 16 values.
 template <class Source>
-FP8_TARGET void unpack_row_of(const typename Source::Value* values, int64_t k, float* row) {
+FP8_TARGET void unpack_row_of(const typename Source::Value* values, int64_t k, Element* row) {
   using Value = typename Source::Value;
   for (int64_t begin = 0; begin < k; begin += kChunk) {
     Value padded[kChunk];
@@ -79,11 +79,11 @@ FP8_TARGET void unpack_row_of(const typename Source::Value* values, int64_t k, f
     Runs runs[2];
     Source::load(quarters, runs);
     for (int r = 0; r < 2; ++r) {
-      alignas(64) float steps[2][16];
-      store(steps[0], odd(runs[r]));
-      store(steps[1], even(runs[r]));
+      alignas(64) Element steps[kSteps][kStepB];
+      store(steps[0], step<0>(runs[r]));
+      if constexpr (kSteps == 2) store(steps[1], step<1>(runs[r]));
       for (int i = 0; i < 32; ++i)
-        row[begin + i / 8 * 16 + r * kRun + i % 8] = steps[i / 4 % 2][i / 8 * 4 + i % 4];
+        row[begin + i / 8 * 16 + r * kRun + i % 8] = steps[i / kStepA % kSteps][i / 8 * kStepA + i % kStepA];
     }
   }
 }
@@ -98,13 +98,13 @@ FP8_INLINE void with_source(Kind kind, const F& f) {
 void unpack_row(const void* from, int64_t k, Kind kind, void* row) {
   with_source(kind, [&](auto source) {
     using Source = decltype(source);
-    unpack_row_of<Source>(static_cast<const typename Source::Value*>(from), k, static_cast<float*>(row));
+    unpack_row_of<Source>(static_cast<const typename Source::Value*>(from), k, static_cast<Element*>(row));
   });
 }
 void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) {
   with_source(kind, [&](auto source) {
     using Source = decltype(source);
-    unpack_columns_of<Source>(as<typename Source::Value>(from), k, static_cast<float*>(panel));
+    unpack_columns_of<Source>(as<typename Source::Value>(from), k, static_cast<Element*>(panel));
   });
 }
 
@@ -113,7 +113,7 @@ void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) 
 template <class Source, int R>
 struct ColumnsAdd {
   static constexpr int64_t kStep = kStepValues;
-  const float* a;
+  const Element* a;
   int64_t a_stride;
   const typename Source::Value* const* b;
   FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * 4], int64_t k, int64_t left) const {
@@ -123,12 +123,12 @@ struct ColumnsAdd {
       load_runs<Source>(b + i, k, left, runs);
 #pragma GCC unroll 2
       for (int s = 0; s < 2; ++s) {
-        const Operand first = odd(runs[s]), second = even(runs[s]);
 #pragma GCC unroll 2
         for (int r = 0; r < R; ++r) {
-          const float* x = a + r * a_stride + k + s * kRun;
-          sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x), first);
-          sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x + 4), second);
+          const Element* x = a + r * a_stride + k + s * kRun;
+          sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x), step<0>(runs[s]));
+          if constexpr (kSteps == 2)
+            sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x + kStepA), step<1>(runs[s]));
         }
       }
     }
@@ -137,7 +137,7 @@ struct ColumnsAdd {
 
 template <class Source, int R, bool scaled>
 FP8_TARGET void stream_rows(const Tile& t, const typename Source::Value* const* b) {
-  const ColumnsAdd<Source, R> add{static_cast<const float*>(t.a), t.a_stride, b};
+  const ColumnsAdd<Source, R> add{static_cast<const Element*>(t.a), t.a_stride, b};
   Vector sums[R * 4];
   sum_over_k<R, 4, scaled>(sums, t, 0, 0, add);
   finish_rows<R>(sums, t, 0);

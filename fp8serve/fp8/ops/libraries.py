@@ -5,6 +5,7 @@ along the package's `__path__`, because an editable install has two directories.
 """
 
 import json
+import platform
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,12 +15,9 @@ from fp8serve.fp8.cuda_support import library_path
 from fp8serve.fp8.ops.registry import OPS, declare, replaced_ops
 from fp8serve.fp8.torch_private import has_kernel
 
-LEVELS = (
-    "portable",
-    "avx2",
-    "avx512",
-    "avx512bf16",
-)  # names of sets of processor features, each a subset of the next
+ON_ARM = platform.machine() in {"aarch64", "arm64"}
+LEVELS = ("portable", "neon", "neonbf16") if ON_ARM else ("portable", "avx2", "avx512", "avx512bf16")
+"""Names of sets of processor features, each a subset of the next."""
 
 # Returns the level of the CPU library after limiting it to `cap`: one of LEVELS, alone or with single features as in
 # "avx512+avx512vbmi", or "best" for no limit. "" does not change the limit.

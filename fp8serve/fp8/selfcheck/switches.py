@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.libraries import cpu_kernels
+from fp8serve.fp8.ops.libraries import ON_ARM, cpu_kernels
 from fp8serve.fp8.ops.registry import OPS, use_default_kernel
 
-CPU_FEATURE_CAPS = ("best", "avx512+avx512vbmi", "avx512", "avx2", "portable")  # best first
+X86_FEATURES = ("avx512+avx512vbmi", "avx512", "avx2")
+CPU_FEATURE_CAPS = ("best", *(("neon",) if ON_ARM else X86_FEATURES), "portable")  # best first
 TILES = ("large", "medium", "small", "thin128", "thin64", "thin32")
 GEMMS = ("skinny", "tall", "mma", *TILES, "cublaslt", "cublaslt_rows")
 ATTENTION = ("attention_mma", "attention_wgmma")  # kernels for tensor cores; each replaces the next if that is bad
