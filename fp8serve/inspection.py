@@ -24,7 +24,13 @@ from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.formats import interop, transformer_engine
 from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, find_problems, read_scales
 from fp8serve.model.storage.shards import Shards, read_header
-from fp8serve.model.stored_checkpoint import Checkpoint, find_contradictions, matrices_notes, open_checkpoint
+from fp8serve.model.stored_checkpoint import (
+    Checkpoint,
+    dropped_inputs_notes,
+    find_contradictions,
+    matrices_notes,
+    open_checkpoint,
+)
 
 Direction = Literal["quantizes", "dequantizes", "unknown"]
 
@@ -92,6 +98,7 @@ def _inspect_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any
     notes = [
         *unused_part_notes(path, checkpoint.omitted_modules),
         *matrices_notes(checkpoint),
+        *dropped_inputs_notes(checkpoint),
         *compatibility_notes(checkpoint),
     ]
     computed = computed_by(checkpoint.any_config)

@@ -23,7 +23,8 @@ PACKABLE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)
 
 def is_packable(weight: Tensor) -> bool:
     """Returns whether pack_weight accepts the weight."""
-    return weight.dim() == 2 and weight.shape[0] % GROUP == 0 and weight.shape[1] % RUN == 0 and weight.numel() > 0
+    is_whole = weight.dim() == 2 and weight.shape[0] % GROUP == 0 and weight.shape[1] % RUN == 0
+    return is_whole and weight.dtype in PACKABLE and weight.numel() > 0
 
 
 def packed_shape(rows: int, columns: int) -> tuple[int, int, int]:
