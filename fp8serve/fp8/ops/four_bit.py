@@ -9,7 +9,7 @@ bits, so BF16 represents it exactly. The product is that of `mm` with these BF16
 the finished sum. MXFP4 is multiplied like MXFP8 with the same values (microscaling.py): a row is divided by its largest
 scale, which multiplies the finished sum.
 
-Packed weights have the order in which csrc/cpu/gemm_packed_four_bit.cpp reads them, as one stream:
+Packed weights have the order in which csrc/cpu/gemm_4bit_avx512bf16.cpp reads them, as one stream:
 
     codes   uint8 [N/16, K/8, 64]: of every 8 columns those of 16 rows; a row's 8 codes are k = 0, 2, 4, 6, 1, 3, 5, 7
     scales  NVFP4: [N/16, K/16, 16], MXFP4: [N/16, 1 + K/32, 16], one byte for each of 16 rows, of the same dtype
@@ -178,7 +178,7 @@ define(
     pack_4bit,
     fake=fake_nothing,
     cases=partial(grid_cases, "{} {}", _pack_case, ((16, 32), (48, 96), (32, 1024), (16, 2080)), BLOCK_OF),
-    kernel_devices=(),
+    kernel_devices=("cpu",),
 )
 
 
@@ -198,5 +198,5 @@ define_composed(
     mm_4bit,
     fake=_fake_mm,
     cases=partial(grid_cases, "{} {} packed {}", _mm_case, _SHAPES, BLOCK_OF, (False, True)),
-    kernel_devices=(),
+    kernel_devices=("cpu",),
 )
