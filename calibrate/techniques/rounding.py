@@ -8,7 +8,7 @@ Memory holds the hidden states of all batches, the products of one layer's input
 of one layer only if the results of finished layers are stored in files (stage_results.py).
 
 GPTQ (Frantar et al., arXiv 2210.17323) compensates for errors; here it rounds to E4M3 or E2M1. Rounding to nearest
-minimizes the error of every single weight. What matters is the error of the layer's output over its inputs X [tokens, K],
+minimizes the error of every single weight. What matters is the error of the output over its inputs X [tokens, K],
 |X (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T) with H = X^T X. X are the inputs after their cast to FP8, because the errors
 of this cast are correlated with the inputs; weights rounded for uncast inputs have a larger error (docs/studies.md).
 

@@ -22,7 +22,7 @@ from fp8serve.fp8.casting import QuantizedWeight, cast_weight, current_cast_op, 
 from fp8serve.fp8.layer_inputs import check_whole_blocks
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops.arithmetic import E8M0, dequantize
-from fp8serve.fp8.ops.four_bit import BLOCK_OF
+from fp8serve.fp8.ops.four_bit import BLOCK_OF, pack_4bit_into
 from fp8serve.fp8.ops.microscaling import dequantize_to_bf16
 from fp8serve.fp8.ops.packing import GROUP, RUN, pack_into, pack_state_dict_weight
 from fp8serve.fp8.recipe import Recipe
@@ -209,7 +209,7 @@ class FrozenLinear(nn.Module):
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
-        """The weight with its scales. Raises no error for a packed weight, which `dequantize` does not support."""
+        """The weight with its scales. If an FP8 weight is packed, `dequantize` does not support it."""
         return QuantizedWeight(self.weight_q, self.weight_scale_inv, self.weight_global_scale)
 
     @property
@@ -217,8 +217,11 @@ class FrozenLinear(nn.Module):
         return self.weight_q.dim() == 3
 
     def pack(self, out: Tensor) -> None:
-        """Packs the weight into `out`, an E4M3 tensor with the same number of elements, for serving on a CPU."""
-        self.weight_q = pack_into(self.weight_q, out)
+        """Packs the weight into `out`, a tensor with its dtype and number of elements, for serving on a CPU."""
+        if self.is_4bit:
+            self.weight_q, self.weight_scale_inv = pack_4bit_into(self.weight_q, self.weight_scale_inv, out)
+        else:
+            self.weight_q = pack_into(self.weight_q, out)
 
     def set_input_spec(self, spec: QuantSpec) -> None:
         """Sets how inputs are quantized. The cast op is chosen here and not in every call."""
@@ -352,7 +355,7 @@ class FrozenLinear(nn.Module):
         and so is a shared weight scale that differs from the loaded one.
         """
         scale, input_scale = (state_dict.get(prefix + name) for name in ("weight_scale_inv", "input_scale"))
-        if self.is_packed:
+        if self.is_packed and not self.is_4bit:  # codes and scales are packed together (engine/weights.py)
             pack_state_dict_weight(state_dict, f"{prefix}weight_q")
         if scale is not None and scale.dim() == 0 and self.weight_scale_inv.shape == (self.out_features, 1):
             state_dict[f"{prefix}weight_scale_inv"] = scale.expand(self.out_features, 1).clone()
@@ -457,9 +460,9 @@ def _multiply_unquantized(
 def _features_of(weight_q: Tensor) -> tuple[int, int]:
     """Returns (out_features, in_features) of a weight, packed or not."""
     rows, cols = weight_q.shape[:2]
-    if weight_q.dtype is torch.uint8:
-        return rows, 2 * cols
-    return (GROUP * rows, RUN * cols) if weight_q.dim() == 3 else (rows, cols)
+    if weight_q.dim() == 3:
+        return GROUP * rows, RUN * cols
+    return rows, 2 * cols if weight_q.dtype is torch.uint8 else cols
 
 
 def _check_weight(weight_q: Tensor, weight_scale_inv: Tensor, global_scale: Tensor | None) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fp8serve.fp8.change_tracking import Listener, track_view
 from fp8serve.fp8.frozen import FrozenLinear, Operands, multiply
 from fp8serve.fp8.ops.arithmetic import BLOCK
+from fp8serve.fp8.ops.four_bit import pack_4bit_into
 from fp8serve.fp8.ops.packing import GROUP, is_packable, pack_into
 
 _joined_mm = torch.ops.fp8serve.joined_mm.default
@@ -142,7 +143,11 @@ class JoinedLinear:
     @torch.no_grad()
     def pack(self, out: Tensor) -> None:
         """Packs the weight into `out`; see `FrozenLinear.pack`."""
-        self.weight = pack_into(self.weight, out)
+        if self.first.is_4bit:
+            self.weight, self.scale = pack_4bit_into(self.weight, self.scale, out)
+            self._scale_rows = [rows // GROUP for rows in self._scale_rows]
+        else:
+            self.weight = pack_into(self.weight, out)
         self._share_tensors()
 
     @torch.no_grad()

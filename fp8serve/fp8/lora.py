@@ -33,7 +33,7 @@ from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.frozen import FrozenLinear, multiply
 from fp8serve.fp8.ops import e2m1
 from fp8serve.fp8.ops.arithmetic import E8M0, dequantize
-from fp8serve.fp8.ops.packing import unpack_weight
+from fp8serve.fp8.ops.packing import GROUP, unpack_weight
 
 _grouped_mm = torch.ops.fp8serve.grouped_mm.default
 _mm = torch.ops.fp8serve.mm.default
@@ -170,12 +170,13 @@ def features(base: nn.Module) -> tuple[int, int]:
 @torch.no_grad()
 def squared_norms(base: nn.Module) -> Tensor:
     """Returns the squared norm of each row of the weight, FP32 [N]. Casts a chunk of rows to FP32 at a time."""
-    weight = _unpacked(weight_of(base))
-    chunks = torch.split(weight, ROWS_PER_CHUNK)
     if isinstance(base, FrozenLinear) and base.is_4bit:
-        pairs = zip(chunks, torch.split(base.weight_scale_inv, ROWS_PER_CHUNK), strict=True)
+        count = ROWS_PER_CHUNK // GROUP if base.is_packed else ROWS_PER_CHUNK
+        pairs = zip(torch.split(base.weight_q, count), torch.split(base.weight_scale_inv, count), strict=True)
         sums = torch.cat([e2m1.dequantize(*pair, None).square().sum(1) for pair in pairs])
         return sums if base.weight_global_scale is None else sums * base.weight_global_scale.square()
+    weight = _unpacked(weight_of(base))
+    chunks = torch.split(weight, ROWS_PER_CHUNK)
     if isinstance(base, FrozenLinear):
         scale = base.weight_scale_inv
         is_mx = scale.dtype == E8M0

@@ -215,6 +215,27 @@ def test_joined_layers_have_the_bits_of_single_ones(recipe: Float4WeightOnly, bi
     assert joined.is_current(layers)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_packed_layers_keep_their_bits_alone_and_joined(recipe: Float4WeightOnly) -> None:
+    layers = {name: layer_of(recipe, rows) for name, rows in {"q": 48, "k": 32}.items()}
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    single, squares = [layer(x) for layer in layers.values()], squared_norms(layers["q"])
+    joined = JoinedLinear(layers, (set(), 0))
+    assert joined.is_packable
+    joined.pack(torch.empty(joined.weight.numel(), dtype=torch.uint8))
+    assert layers["q"].is_packed
+    assert (layers["q"].out_features, layers["q"].in_features) == (48, 64)
+    assert all(map(torch.equal, joined(x), single))
+    assert all(map(torch.equal, (layer(x) for layer in layers.values()), single))
+    assert torch.allclose(squared_norms(layers["q"]), squares)
+    alone = layer_of(recipe)
+    expected = alone(x)
+    alone.pack(torch.empty(alone.weight_q.numel(), dtype=torch.uint8))
+    assert torch.equal(alone(x), expected)
+    with pytest.raises(ValueError, match="A packed weight has no transpose"):
+        input_gradient(alone, expected)
+
+
 def test_layers_in_different_formats_are_not_joined() -> None:
     eight = FrozenLinear.from_linear(nn.Linear(64, 48, dtype=torch.bfloat16), from_name("w8a16"))  # type: ignore[arg-type]
     layers = [layer_of(recipe) for recipe in (RECIPES[0], RECIPES[2])]

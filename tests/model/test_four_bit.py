@@ -16,8 +16,10 @@ from torch import Tensor
 
 from fp8serve.engine.loading import load, read_weights
 from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.packing import Packer
 from fp8serve.engine.weights import exchange_weights
 from fp8serve.errors import ModelError, RecipeError
+from fp8serve.fp8.batch_invariant import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Float4WeightOnly, Recipe, from_name
 from fp8serve.fp8.spec import MXFP4, NVFP4, UNQUANTIZED
@@ -222,7 +224,7 @@ def recipe_of(name: str) -> Recipe:
 
 
 def tensors_of(layer: FrozenLinear) -> list[Tensor]:
-    tensors = (layer.weight_q, layer.weight_scale_inv, layer.weight_global_scale)
+    tensors = layer.weight_q, layer.weight_scale_inv, layer.weight_global_scale
     return [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors if tensor is not None]
 
 
@@ -252,14 +254,21 @@ def test_what_is_written_is_what_is_served_and_what_is_converted(name: str, form
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("name", ["nvfp4-w4a16", "mxfp4-w4a16"])
-def test_weights_are_exchanged_in_place_and_back(name: str, tmp_path: Path) -> None:
+def test_weights_are_exchanged_in_place_and_back(name: str, is_packed: bool, tmp_path: Path) -> None:
     for seed, folder in enumerate(("a", "b")):
         make_model("llama", tmp_path / f"m{folder}", overrides=SIZES | {"initializer_range": 0.02 * (seed + 1)})
         write_calibrated(tmp_path / folder, tmp_path / f"m{folder}", ScalingCheckpoint(recipe_of(name), {}))
     loaded = load(tmp_path / "a", EngineOptions(recipe="stored"))
     layer, x = loaded.runner.model.get_submodule(LINEAR), _input()
     before, expected = layer(x), served_layer(tmp_path / "b")(x)
+    if is_packed:
+        Packer(
+            [module for module in loaded.runner.model.matrices() if not isinstance(module, BatchInvariantLinear)]
+        ).pack()
+    assert isinstance(layer, FrozenLinear)
+    assert layer.is_packed is is_packed
     previous = exchange_weights(loaded.runner.model, read_weights(tmp_path / "b", loaded))
     assert torch.equal(layer(x), expected)
     exchange_weights(loaded.runner.model, previous)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import E8M0, FLT_MAX, FP8_MAX, MX_BLOCK, amax
-from fp8serve.fp8.ops.four_bit import BLOCK_OF, NVFP4_BLOCK, code_values, pack_codes, unpack_codes
+from fp8serve.fp8.ops.four_bit import BLOCK_OF, NVFP4_BLOCK, code_values, pack_codes, unpack_codes, widen
 from fp8serve.fp8.ops.microscaling import NAN, ONE, smallest_power
 
 E2M1_MAX = 6.0
@@ -59,8 +59,12 @@ def expand_scale(scale_inv: Tensor) -> Tensor:
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, global_scale: Tensor | None) -> Tensor:
-    """Returns the weight, FP32 [N, K]. Only the product with the global scale is rounded."""
-    values = code_values(unpack_codes(codes)) * expand_scale(scale_inv)
+    """Returns a weight, packed or not, in FP32 [N, K]. Only the product with the global scale is rounded."""
+    if codes.dim() == 3:
+        wide, row_scales = widen(codes, scale_inv)
+        values = wide.float() if row_scales is None else wide.float() * row_scales.unsqueeze(1)
+    else:
+        values = code_values(unpack_codes(codes)) * expand_scale(scale_inv)
     return values if global_scale is None else values * global_scale.reshape(-1, 1)
 
 

@@ -82,6 +82,14 @@ def pack_4bit(codes: Tensor, scales: Tensor, out_codes: Tensor, out_scales: Tens
     out_scales.view(torch.uint8).copy_(distances.view(len(out_codes), GROUP, -1).transpose(1, 2))
 
 
+def pack_4bit_into(codes: Tensor, scales: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Packs a weight, its codes into the vector `out`; returns the packed codes and scales."""
+    shapes = packed_shapes(codes, scales)
+    out_codes, out_scales = out.view(shapes[0]), scales.new_empty(shapes[1])
+    torch.ops.fp8serve.pack_4bit(codes.detach(), scales.detach(), out_codes, out_scales)
+    return out_codes, out_scales
+
+
 def _nvfp4_distances(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the bytes of packed scales, and the scales as FP32."""
     values = scales.float()
