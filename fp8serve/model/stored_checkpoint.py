@@ -242,6 +242,10 @@ class Checkpoint(Mapping[str, Tensor]):
             return None
         if self.quantization is None:
             raise ModelError(f"{self.path}: {name} is FP8 but config.json has no quantization_config.")
+        if (second := self.scale_key(linear, "global")) is not None:
+            raise ModelError(
+                f"{self.path}: {name} is FP8 and has {second}, which only NVFP4 has; write the model again."
+            )
         is_embedding = linear in self._embeddings
         spec = UNQUANTIZED if is_embedding else self.quantization.require_scheme(linear).input_spec
         key = self._scales[ScaleKey(linear, "weight")]

@@ -23,6 +23,7 @@ from fp8serve.fp8.batch_invariant import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Float4WeightOnly, Recipe, from_name
 from fp8serve.fp8.spec import MXFP4, NVFP4, UNQUANTIZED
+from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import ScalingCheckpoint, load_servable, load_trainable, open_checkpoint
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.format_conversion import convert_format
@@ -157,6 +158,22 @@ def test_weights_are_read_exactly_and_stay_in_4_bits(file: str, tmp_path: Path) 
     trainable = load_trainable(tmp_path / "m").get_parameter(f"{LINEAR}.weight")
     assert torch.equal(trainable, expected[f"{LINEAR}.weight"])
     assert not [finding for finding in verify(tmp_path / "m") if finding.severity == "error"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_inspect_names_the_format_and_the_second_scale(file: str, tmp_path: Path) -> None:
+    write(tmp_path / "m", file)
+    report = inspect(tmp_path / "m")
+    assert f"with 14 {'MXFP4' if 'MX' in file else 'NVFP4'} linear layers" in report["holds"]
+    assert report["problem"] is None
+    assert any("inputs of 4 bits" in note for note in report["notes"]) is (file in WITH_INPUTS)
+    scales = {scale["key"]: scale for scale in report["scales"] if scale["tensor"].startswith(LINEAR)}
+    assert not any(scale["problem"] for scale in scales.values())
+    seconds = [scale["direction"] for key, scale in scales.items() if key.endswith(("global_scale", "scale_2"))]
+    expected = {"compressed-tensors": "quantizes", "modelopt": "dequantizes"}[file.split()[0]]
+    assert ("MX" in file) is (not seconds)
+    assert expected in seconds or not seconds
+    assert all("stay in BF16" in scale["origin"] for key, scale in scales.items() if ".input_" in key)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -345,6 +362,17 @@ def test_bad_files_are_refused_in_one_sentence_and_nothing_is_written(name: str,
             work(tmp_path / "m")
     assert not (tmp_path / "out").exists()
     assert [finding for finding in verify(tmp_path / "m") if finding.severity == "error"]
+
+
+def test_a_second_scale_of_a_weight_in_fp8_is_refused(tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "m", overrides=SIZES)
+    write_calibrated(tmp_path / "out", tmp_path / "m", ScalingCheckpoint(recipe_of("w8a16"), {}))
+    tensors = load_file(tmp_path / "out" / "model.safetensors") | {f"{LINEAR}.weight_scale_2": torch.ones(1)}
+    save_file(tensors, tmp_path / "out" / "model.safetensors")
+    (tmp_path / "out" / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match=r"up_proj.weight is FP8 and has .*weight_scale_2, which only NVFP4 has"):
+        load_servable(tmp_path / "out")
+    assert f"{LINEAR}.weight_scale_2" in [f.tensor for f in verify(tmp_path / "out") if f.severity == "error"]
 
 
 def test_columns_that_are_no_whole_blocks_are_refused_before_a_file_is_written(tmp_path: Path) -> None:

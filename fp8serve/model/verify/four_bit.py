@@ -29,9 +29,11 @@ def check_global_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
             yield error("missing", packed.key, "is in NVFP4 and has no weight_global_scale", WRITE_AGAIN)
         elif second is not None and packed.spec == MXFP4:
             yield error("config", second, f"belongs to {packed.key}, and MXFP4 has no second scale", WRITE_AGAIN)
-    for _, key in checkpoint.with_role("global"):
+    for owner, key in checkpoint.with_role("global"):
         shape = checkpoint.entries[key].shape
-        if math.prod(shape) != 1:
+        if owner not in checkpoint.packed:
+            yield error("orphan", key, f"is a second scale, and {owner} is not in 4 bits", "write the model again")
+        elif math.prod(shape) != 1:
             yield error("shape", key, f"has the shape {list(shape)}", "store one number for the weight")
         elif is_extreme(checkpoint.value(key)):
             yield error("implausible", key, f"holds {float(checkpoint.value(key)):.3g}", "quantize the model again")
