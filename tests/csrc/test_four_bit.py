@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops import four_bit
+from fp8serve.fp8.ops import four_bit, reference
 from fp8serve.fp8.ops.arithmetic import E8M0
 from fp8serve.fp8.ops.four_bit import E4M3, packed_shapes, random_4bit
 from fp8serve.model.formats.microscaling import mxfp4
@@ -140,3 +140,38 @@ def test_threads_change_nothing(threads, count):
     expected = product(x, *weight, None, None)
     torch.set_num_threads(count)
     assert_bits_equal(OPS.mm_4bit(x, *pack(*weight), None, None), expected)
+
+
+X = torch.ones(1, 32).bfloat16()
+CODES, SCALES, MX_SCALES = (
+    torch.zeros(16, 16, dtype=torch.uint8),
+    torch.ones(16, 2).to(E4M3),
+    torch.ones(16, 1).to(E8M0),
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: OPS.mm_4bit(X.float(), CODES, SCALES, None, None), "x: dtype is Float, must be BFloat16"),
+        (lambda: OPS.mm_4bit(X, CODES, SCALES.float(), None, None), "scales: dtype is Float"),
+        (lambda: OPS.mm_4bit(X, CODES, SCALES[:, :1], None, None), "scales: dim 1 is 1, must be blocks = 2"),
+        (lambda: OPS.mm_4bit(X, CODES[:, :8], SCALES, None, None), "codes: dim 1 is 8, must be K / 2 = 16"),
+        (lambda: OPS.mm_4bit(X[:, :8], CODES, SCALES, None, None), "must be a multiple of 16"),
+        (lambda: OPS.mm_4bit(X[:, :16], CODES, MX_SCALES, None, None), "must be a multiple of 32"),
+        (lambda: OPS.mm_4bit(X, CODES, MX_SCALES, torch.ones(()), None), "global_scale: is for E4M3 scales"),
+        (lambda: OPS.mm_4bit(X, CODES, SCALES, torch.ones(3), None), "global_scale: dim 0 is 3, must be N = 16"),
+        (lambda: OPS.mm_4bit(X, CODES, SCALES, None, torch.ones(3)), "bias: dim 0 is 3, must be N = 16"),
+        (lambda: OPS.mm_4bit(X, *pack(CODES, SCALES)[:1], SCALES, None, None), "scales: has 2 dimensions, must have 3"),
+        (lambda: OPS.pack_4bit(CODES[:15], SCALES[:15], *pack(CODES, SCALES)), "a multiple of 16 rows"),
+        (lambda: OPS.pack_4bit(CODES, SCALES, CODES, SCALES), "out_codes: has 2 dimensions, must have 3"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, sentence):
+    with pytest.raises(RuntimeError, match=sentence):
+        call()
+
+
+def test_the_reference_refuses_a_global_scale_beside_e8m0_scales() -> None:
+    with pytest.raises(ValueError, match="global_scale is for E4M3 scales"):
+        reference.mm_4bit(X, CODES, MX_SCALES, torch.ones(()), None)

@@ -146,7 +146,9 @@ def mm_4bit(
     `global_scale` is FP32 [] or [N], and None for MXFP4; `bias` is [N]. Both are applied to FP32 sums.
     """
     weight, row_scales = widen(codes, scales)
-    sums = ops.mm(x, weight, None, torch.float32)
+    if row_scales is not None and global_scale is not None:
+        raise ValueError("mm_4bit: global_scale is for E4M3 scales; pass None beside E8M0 scales.")
+    sums: Tensor = ops.mm(x, weight, None, torch.float32)
     scale = row_scales if global_scale is None else global_scale
     out = sums if scale is None else sums * scale
     return (out if bias is None else out + bias.float()).to(torch.bfloat16)
