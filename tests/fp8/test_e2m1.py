@@ -13,7 +13,7 @@ from fp8serve.errors import RecipeError
 from fp8serve.fp8.casting import QuantizedWeight, cast_weight
 from fp8serve.fp8.frozen import FrozenLinear, input_gradient
 from fp8serve.fp8.joined import JoinedLinear, can_join
-from fp8serve.fp8.lora import row_norms, squared_norms
+from fp8serve.fp8.lora import LoraLinear, row_norms, squared_norms
 from fp8serve.fp8.ops import e2m1
 from fp8serve.fp8.recipe import can_train, from_json, from_name, name_of, to_json
 from fp8serve.fp8.spec import MXFP4, NVFP4, QuantSpec
@@ -200,6 +200,27 @@ def test_a_layer_multiplies_the_dequantized_weight(recipe: Float4WeightOnly) -> 
     a, b = torch.randn(4, 64).bfloat16(), torch.randn(48, 4).bfloat16()
     norms = row_norms(layer, squared_norms(layer), a, b, 0.5)
     assert torch.allclose(norms, (weight + 0.5 * b.float() @ a.float()).norm(dim=1), rtol=1e-2)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_adapter_on_a_layer_of_4_bits_has_gradients(recipe: Float4WeightOnly, dora: bool) -> None:
+    layer = layer_of(recipe)
+    weight = layer.quantized_weight.dequantize()
+    lora = LoraLinear(layer, 4, 2.0, dora=dora, generator=torch.Generator().manual_seed(0))
+    nn.init.normal_(lora.lora_B)
+    x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
+    y, dy = lora(x), torch.randn(5, 48, dtype=torch.bfloat16)
+    y.backward(dy)
+    changed = weight + 2 * lora.lora_B.detach() @ lora.lora_A.detach()
+    if dora:
+        changed = changed * (weight.norm(dim=1) / changed.norm(dim=1)).unsqueeze(1)
+    assert layer.bias is not None
+    expected = x.detach().float() @ changed.t() + layer.bias.float()
+    assert torch.allclose(y.float(), expected, rtol=2e-2, atol=5e-2)
+    assert x.grad is not None
+    assert torch.allclose(x.grad.float(), dy.float() @ changed, rtol=3e-2, atol=0.2)
+    assert all(p.grad is not None and bool(p.grad.any()) for p in (lora.lora_A, lora.lora_B))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
