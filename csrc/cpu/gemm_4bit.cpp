@@ -122,16 +122,18 @@ void pack_4bit(const Tensor& codes, const Tensor& scales, const Tensor& out_code
   parallel_tasks(n / kGroup, [&](int64_t group) {
     for (int64_t c = 0; c < kGroup; ++c) {
       const int64_t row = group * kGroup + c;
-      pack_row(data<const uint8_t>(held) + row * k / 2, data<const uint8_t>(held_scales) + row * blocks.value(),
-               kind, k, c, data<char>(out_codes) + group * kGroup * k / 2,
+      pack_row(data<const uint8_t>(held) + row * k / 2,
+               data<const uint8_t>(held_scales) + row * blocks.value(), kind, k, c,
+               data<char>(out_codes) + group * kGroup * k / 2,
                data<uint8_t>(out_scales) + group * (extra + blocks.value()) * kGroup);
     }
   });
 }
 
 // Attaches the weight's scales: of the blocks, and outside the sum those of the rows or the global one.
-void attach_4bit_scales(const Contract& check, const Tensor& scales, const std::optional<Tensor>& global_scale,
-                        Size n, Size k, Operand& out, RowScales& rows) {
+void attach_4bit_scales(const Contract& check, const Tensor& scales,
+                        const std::optional<Tensor>& global_scale, Size n, Size k, Operand& out,
+                        RowScales& rows) {
   const bool mx = out.kind == Kind::mxfp4;
   const int64_t blocks = k.value() / block_of(out.kind);
   const auto* bytes = data<const uint8_t>(scales);
@@ -220,9 +222,9 @@ void widen_4bit(const Operand& x, int64_t row, int64_t column, int64_t k, uint16
     const uint8_t* scales = x.mx_codes + row * x.mx_blocks + column / block;
     for (int64_t b = 0; b < blocks; ++b) {
       const int shift = x.kind == Kind::mxfp4 ? x.mx_rows[row] - scales[b] : 0;
-      factors[b] = x.kind == Kind::nvfp4            ? kDecode<E4M3>.value[scales[b]]
+      factors[b] = x.kind == Kind::nvfp4     ? kDecode<E4M3>.value[scales[b]]
                    : shift > kMaxShift<E4M3> ? 0.0f
-                                                    : value_of_distance(x.kind, static_cast<uint8_t>(shift));
+                                             : value_of_distance(x.kind, static_cast<uint8_t>(shift));
     }
   }
   dispatch<Widen4Bit>(codes, static_cast<const float*>(factors), block, k, out);

@@ -33,7 +33,7 @@ FP8_TARGET FP8_INLINE Vector scales_of(float a_scale, const float* b_scale, int)
 #include "cpu/gemm_sum.h"
 
 constexpr int kCodes = 16;
-constexpr int kTop = 9;             // distances of NVFP4 are from 2^9
+constexpr int kTop = 9;               // distances of NVFP4 are from 2^9
 constexpr uint16_t kStepBits = 0x7f;  // of a looked-up code: kept where it is 1.5 times a power of two
 
 // The BF16 bits of 16 codes, twice because `vpermw` reads five bits; -0.0, the lowest number, for zeros. For
@@ -78,7 +78,8 @@ struct alignas(64) WordBytes {
 constexpr WordBytes kWordBytes{};
 
 FP8_TARGET FP8_INLINE __m512i load_distances(const uint8_t* distances) {
-  const __m512i columns = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(distances)));
+  const __m512i columns =
+      _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(distances)));
   return _mm512_shuffle_epi8(columns, _mm512_load_si512(kWordBytes.place));
 }
 
@@ -160,7 +161,8 @@ FP8_TARGET FP8_INLINE void sum_lanes(Vector (&all)[R * 4], const Tile& t) {
   for (int i = 0; i < R * L; ++i) all[i / L * 4 + first + i % L] = sums[i];
 }
 
-// The columns of which a block has a scale that is NaN. In NVFP4 a distance says so, in MXFP4 the row's scale.
+// The columns of which a block has a scale that is NaN. In NVFP4 a distance says so, in MXFP4 the row's
+// scale.
 template <Kind kind>
 FP8_TARGET FP8_INLINE __mmask16 nan_columns(const uint8_t* distances, int64_t k) {
   if constexpr (kind == Kind::mxfp4) return 0;
@@ -197,10 +199,9 @@ FP8_TARGET void stream_rows(const Tile& t) {
 
 template <Kind kind>
 void stream_as(const Tile& t) {
-  static constexpr void (*rows[])(const Tile&) = {stream_rows<1, kind>, stream_rows<2, kind>,
-                                                  stream_rows<3, kind>, stream_rows<4, kind>,
-                                                  stream_rows<5, kind>, stream_rows<6, kind>,
-                                                  stream_rows<7, kind>, stream_rows<8, kind>};
+  static constexpr void (*rows[])(const Tile&) = {
+      stream_rows<1, kind>, stream_rows<2, kind>, stream_rows<3, kind>, stream_rows<4, kind>,
+      stream_rows<5, kind>, stream_rows<6, kind>, stream_rows<7, kind>, stream_rows<8, kind>};
   rows[t.rows - 1](t);
 }
 
@@ -223,16 +224,17 @@ FP8_TARGET void unpack_as(const char* block, const uint8_t* distances, int64_t b
   for (int64_t k = begin; k < end; k += block_of(kind)) {
     const uint8_t* block_distances = distances + k / block_of(kind) * kGroup;
     const Scales<kind> scales(block_distances);
-    __mmask32 nan = 0;
-    if constexpr (kind == Kind::nvfp4)
-      nan = _mm512_cmpeq_epi16_mask(load_distances(block_distances), _mm512_set1_epi16(kNanDistance));
+    [[maybe_unused]] const __mmask32 nan =
+        _mm512_cmpeq_epi16_mask(load_distances(block_distances), _mm512_set1_epi16(kNanDistance));
     for (int64_t i = k; i < k + block_of(kind); i += kRun) {
       const __m512i run = _mm512_loadu_si512(block + i * (kGroup / 2));
       __m512i lanes[4];
 #pragma GCC unroll 4
-      for (int l = 0; l < 4; ++l)
-        lanes[l] =
-            _mm512_mask_mov_epi16(scales.widen(look_up(table, run, l)), nan, _mm512_set1_epi16(0x7fc0));
+      for (int l = 0; l < 4; ++l) {
+        lanes[l] = scales.widen(look_up(table, run, l));
+        if constexpr (kind == Kind::nvfp4)
+          lanes[l] = _mm512_mask_mov_epi16(lanes[l], nan, _mm512_set1_epi16(0x7fc0));
+      }
       store_run(lanes, panel + i * kGroup);
     }
   }

@@ -12,7 +12,8 @@ Columns::Columns(const Problem& problem, const Level& level)
     : p_(problem), level_(level), reads_packed_(problem.b.packed && level.stream_packed != nullptr) {
   thread_local Scratch rows, codes, shifts;
   const bool mx = p_.b.mx_codes != nullptr && !has_4_bits(p_.b.kind);
-  if (!reads_packed_ && (p_.b.panel_kind() != p_.b.kind || p_.b.packed)) rows_ = rows.get<char>(kGroup * kBlock * row_bytes());
+  if (!reads_packed_ && (p_.b.panel_kind() != p_.b.kind || p_.b.packed))
+    rows_ = rows.get<char>(kGroup * kBlock * row_bytes());
   if (!reads_packed_ && mx && p_.b.packed) codes_ = codes.get<char>(kGroup * kBlock);
   if (reads_packed_ && mx) shifts_ = shifts.get<uint16_t>(kGroup * kBlock / kMxBlock);
 }
