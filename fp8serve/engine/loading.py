@@ -207,8 +207,7 @@ def load(
     checkpoint = open_checkpoint(model_dir)
     omitted = unused_part_notes(model_dir, checkpoint.omitted_modules)
     notes = omitted, mx_notes(checkpoint.shards), computed_by_notes(config), matrices_notes(checkpoint)
-    notes += (dropped_inputs_notes(checkpoint),)
-    for note in chain(*notes, ignored_notes(checkpoint)):
+    for note in chain(*notes, dropped_inputs_notes(checkpoint), ignored_notes(checkpoint)):
         log.warning("%s: %s", model_dir, note)
     calibration = Calibration(DelayedScaling(), {}) if network else _read_calibration(model_dir, frozen, options)
     training_recipe = Float8CurrentScaling() if scales_follow_batch else calibration.recipe

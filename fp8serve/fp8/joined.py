@@ -71,9 +71,9 @@ class JoinedLinear:
         scales = [_joinable_scale(layer) for layer in self.layers]
         self._scale_rows = [len(scale) for scale in scales]
         self.scale = torch.cat(scales) if (shared := _shared_scale(self.layers)) is None else shared
-        seconds = [(layer.weight_global_scale, layer.out_features) for layer in self.layers]
-        seconds = [scale.expand(rows) for scale, rows in seconds if scale is not None]
-        self.global_scale = torch.cat(seconds) if seconds else None
+        pairs = [(layer.weight_global_scale, layer.out_features) for layer in self.layers]
+        global_scales = [scale.expand(rows) for scale, rows in pairs if scale is not None]
+        self.global_scale = torch.cat(global_scales) if global_scales else None
         self._ends = None if have_whole_blocks(self.layers) else torch.tensor(self.widths).cumsum(0).to(torch.int32)
         biases = [layer.bias for layer in self.layers if layer.bias is not None]
         self.bias = torch.cat(biases) if biases else None
