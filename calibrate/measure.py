@@ -218,7 +218,8 @@ class LayerTally:
 
     def add_weight(self, weight: Tensor, linear: FrozenLinear) -> None:
         """Adds a weight [N, K] in high precision, and the linear that has it in FP8."""
-        self.weight.add(weight.detach(), linear.weight_q, linear.weight_scale_inv)
+        if not linear.is_4bit:  # the statistics are those of E4M3's exponents
+            self.weight.add(weight.detach(), linear.weight_q, linear.weight_scale_inv)
 
     @property
     def sqnr_db(self) -> float | None:

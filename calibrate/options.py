@@ -154,16 +154,23 @@ class CalibrationOptions(SampleOptions):
             ) from None
 
 
-# The flags of options that have another name than the option, and the other recipes that have options of `delayed`.
+# The flags of options that have another name than the option, and the recipes that have options beside or instead of
+# `delayed`.
 _FLAGS = {"amax_history_len": "--history-len", "amax_compute_algo": "--algo"}
-_OTHER_RECIPES = {"weight_granularity": ("w8a16",), "power_2_scale": ("w8a16",)}
+_RECIPES = {
+    "weight_granularity": ("delayed", "w8a16"),
+    "power_2_scale": ("delayed", "w8a16"),
+    "four_over_six": ("nvfp4-w4a16",),
+}
 
 
 @dataclass(frozen=True)
 class ScalingOptions:
     """The options of the recipe to calibrate for."""
 
-    name: Annotated[ServedName, About("How tensors are scaled; w8a16: weights only.", flag="--recipe")] = "delayed"
+    name: Annotated[ServedName, About("How tensors are scaled; w8a16, w4a16: weights only.", flag="--recipe")] = (
+        "delayed"
+    )
     amax_history_len: Annotated[
         int | None, Ge(1), About("Length of the amax history (delayed).", unset="1024", flag="--history-len")
     ] = None
@@ -178,6 +185,10 @@ class ScalingOptions:
         About("Part of a weight that shares a scale (delayed, w8a16).", unset="tensor; for w8a16 row"),
     ] = None
     power_2_scale: Annotated[bool, About("Round scales down to powers of two (delayed, w8a16).")] = False
+    four_over_six: Annotated[
+        bool,
+        About("Let the largest element of a block become 4 instead of 6 where that is more accurate (nvfp4-w4a16)."),
+    ] = False
 
     def __post_init__(self) -> None:
         check(self, RecipeError)
@@ -186,7 +197,7 @@ class ScalingOptions:
     def recipe(self) -> Recipe:
         """The recipe with these options. Raises RecipeError for an option that this recipe does not have."""
         options = {name: value for name, value in vars(self).items() if name != "name" and value not in (None, False)}
-        if wrong := [name for name in options if self.name not in (*_OTHER_RECIPES.get(name, ()), "delayed")]:
+        if wrong := [name for name in options if self.name not in _RECIPES.get(name, ("delayed",))]:
             flag = _FLAGS.get(wrong[0], "--" + wrong[0].replace("_", "-"))
             raise RecipeError(f"{flag} is not an option of the recipe {self.name!r}; leave it out.")
         return cast(Recipe, from_name(self.name, **options))  # only "bf16" gives None

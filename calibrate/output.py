@@ -87,7 +87,7 @@ def _write_directory(
         checkpoint,
         # Smoothing and healing change weights, and with them the scales.
         weights=_changed_weights(job) if job.healing or job.smoothing else None,
-        quantized={name: (layer.weight_q, layer.weight_scale_inv) for name, layer in rounded.items()},
+        quantized={name: layer.quantized_weight for name, layer in rounded.items()},
         high_precision=[name for group in job.in_bf16 for name in group.names],
         format=job.options.format,
         extra_files=extra_files,

@@ -14,6 +14,7 @@ _MODULES = {
     "MXFP8BlockScaling": "fp8serve.fp8.recipe",
     "Float8CurrentScaling": "fp8serve.fp8.recipe",
     "Float8WeightOnly": "fp8serve.fp8.recipe",
+    "Float4WeightOnly": "fp8serve.fp8.recipe",
     "Format": "fp8serve.fp8.recipe",
     "quantize": "fp8serve.fp8.ops",
     "dequantize": "fp8serve.fp8.ops",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError
+from fp8serve.fp8.ops import e2m1
 from fp8serve.fp8.ops.arithmetic import expand
 from fp8serve.fp8.recipe import to_json
 from fp8serve.model.config.wrappers import read_text_config
@@ -144,7 +145,7 @@ def _checkpoint_scales(checkpoint: Checkpoint) -> dict[str, Tensor]:
     for linear in checkpoint.fp8_linears:
         stored = checkpoint.fp8_matrix(linear)
         if stored is not None:
-            scales[f"{linear}.weight"] = stored.weight_scale_inv.reciprocal()
+            scales[f"{linear}.weight"] = stored.quantized_weight.full_scale().reciprocal()
             if stored.input_scale is not None:
                 scales[f"{linear}.input"] = stored.input_scale
     return scales | dict(_cache_scales(checkpoint))
@@ -217,23 +218,33 @@ def _compare_weights(
 
 @dataclass(frozen=True)
 class _Weight:
-    """A stored weight, and its dequantizing scale in FP32 (per tensor, row or block), or None."""
+    """A stored weight, and its dequantizing scale (per tensor, row or block), or None."""
 
     stored: Tensor
     scale_inv: Tensor | None
+    global_scale: Tensor | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str) -> "_Weight":
         linear = checkpoint.fp8_matrix(name.removesuffix(".weight"))
-        return cls(checkpoint[name], None) if linear is None else cls(linear.weight_q, linear.weight_scale_inv)
+        return cls(checkpoint[name], None) if linear is None else cls(*linear.quantized_weight)
 
     def __str__(self) -> str:
-        return f"{FORMAT_NAMES[self.stored.dtype]} {list(self.stored.shape)}"
+        return f"{FORMAT_NAMES[self.stored.dtype]} {list(self.shape)}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.stored.shape[:1], self.stored.shape[1:]
+        return (*rows, 2 * columns[0]) if self.stored.dtype is torch.uint8 else tuple(self.stored.shape)
 
     def slices(self) -> Iterator[Tensor]:
         """Yields slices of rows of the dequantized weight in FP32."""
         rows = self.stored.reshape(len(self.stored), -1)
         count = max(1, SLICE_ELEMENTS // max(1, rows.shape[1]))
+        if rows.dtype is torch.uint8 and self.scale_inv is not None:
+            pairs = zip(torch.split(rows, count // 2), torch.split(self.scale_inv, count // 2), strict=True)
+            yield from (e2m1.dequantize(codes, scales, self.global_scale) for codes, scales in pairs)
+            return
         if self.scale_inv is None:
             yield from (part.float() for part in torch.split(rows, count))
             return
@@ -243,11 +254,11 @@ class _Weight:
 
 def _weight_change(name: str, a: _Weight, b: _Weight) -> WeightChange | None:
     """Returns the change of a weight, or None if the stored elements and scales are equal."""
-    if a.stored.shape != b.stored.shape:
+    if a.shape != b.shape:
         return WeightChange(name, str(a), str(b), None, None, None)
     has_same_format = a.stored.dtype == b.stored.dtype
     differing = float((_bits(a.stored) != _bits(b.stored)).double().mean()) if has_same_format else None
-    if differing == 0 and _equal(a.scale_inv, b.scale_inv):
+    if differing == 0 and _equal(a.scale_inv, b.scale_inv) and _equal(a.global_scale, b.global_scale):
         return None
     largest, signal, noise = 0.0, 0.0, 0.0
     for slice_a, slice_b in zip(a.slices(), b.slices(), strict=True):

@@ -24,7 +24,13 @@ from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.formats import interop, transformer_engine
 from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, find_problems, read_scales
 from fp8serve.model.storage.shards import Shards, read_header
-from fp8serve.model.stored_checkpoint import Checkpoint, find_contradictions, matrices_notes, open_checkpoint
+from fp8serve.model.stored_checkpoint import (
+    Checkpoint,
+    dropped_inputs_notes,
+    find_contradictions,
+    matrices_notes,
+    open_checkpoint,
+)
 
 Direction = Literal["quantizes", "dequantizes", "unknown"]
 
@@ -98,6 +104,7 @@ def _inspect_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any
     notes = [
         *unused_part_notes(path, checkpoint.omitted_modules),
         *matrices_notes(checkpoint),
+        *dropped_inputs_notes(checkpoint),
         *compatibility_notes(checkpoint),
     ]
     computed = computed_by(checkpoint.any_config)
@@ -143,17 +150,20 @@ def _report(
 
 
 def _describe(checkpoint: Checkpoint) -> str:
-    count, config = len(checkpoint.fp8_linears), checkpoint.any_config
-    if checkpoint.quantization is None:
+    quantization, config = checkpoint.quantization, checkpoint.any_config
+    if quantization is None:
         return f"{config.architecture} with weights in high precision"
-    parts = ", ".join([f"{count} FP8 linear layers", *(f"{name} in FP8" for name in checkpoint.fp8_matrices)])
-    return f"{config.architecture} with {parts}, as {checkpoint.quantization.producer} writes them"
+    schemes = [quantization.find_scheme(name) for name in checkpoint.fp8_linears]
+    formats = ["FP8" if s is None or s.weight_4bit is None else s.weight_4bit.name for s in schemes] or ["FP8"]
+    counts = [f"{formats.count(name) if schemes else 0} {name} linear layers" for name in dict.fromkeys(formats)]
+    parts = ", ".join([*counts, *(f"{name} in FP8" for name in checkpoint.fp8_matrices)])
+    return f"{config.architecture} with {parts}, as {quantization.producer} writes them"
 
 
 def _from_checkpoint(checkpoint: Checkpoint) -> list[Scale]:
     attention = [f"model.layers.{i}.self_attn" for i in range(checkpoint.any_config.num_layers)]
     fp8_layers = (*checkpoint.fp8_linears, *checkpoint.fp8_matrices)
-    tensors = [(layer, role) for layer in fp8_layers for role in ("input", "weight")]
+    tensors = [(layer, role) for layer in fp8_layers for role in ("input", "weight", "global")]
     tensors += [(layer, role) for layer in attention for role in ("k", "v", "kv")]
     scales = [_stored_scale(checkpoint, layer, role) for layer, role in tensors]  # type: ignore[arg-type]
     return [scale for scale in scales if scale is not None]
@@ -166,10 +176,12 @@ def _stored_scale(checkpoint: Checkpoint, owner: str, role: interop.Role) -> Sca
     producer = "?" if quantization is None else quantization.producer
     origin = f"{checkpoint.shards.entries[key].file.name} ({producer})"
     scheme = None if quantization is None or role != "input" else quantization.find_scheme(owner)
-    scale = _scale(f"{owner}.{role}", key, "dequantizes", checkpoint.shards[key], origin)
+    direction: Direction = "quantizes" if key.endswith(interop.ENCODING_GLOBAL) else "dequantizes"
+    scale = _scale(f"{owner}.{role}", key, direction, checkpoint.shards[key], origin)
     if scheme is None or scheme.input_spec.source == "stored":
         return scale
-    return replace(scale, origin=f"{origin}, not read: inputs are scaled dynamically", problem=None)
+    reason = "are scaled dynamically" if scheme.input_spec.is_fp8 else "stay in BF16"
+    return replace(scale, origin=f"{origin}, not read: inputs {reason}", problem=None)
 
 
 def _from_scales(

@@ -2,6 +2,7 @@
 
 from fp8serve.fp8.recipe import (
     DelayedScaling,
+    Float4WeightOnly,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8WeightOnly,
@@ -16,6 +17,7 @@ from fp8serve.fp8.recipe import (
 
 __all__ = [
     "DelayedScaling",
+    "Float4WeightOnly",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8WeightOnly",

@@ -7,8 +7,8 @@
 Memory holds the hidden states of all batches, the products of one layer's inputs, and the FP8 weights of all layers, or
 of one layer only if the results of finished layers are stored in files (stage_results.py).
 
-GPTQ (Frantar et al., arXiv 2210.17323) compensates for errors; here it rounds to E4M3. Rounding to nearest minimizes
-the error of every single weight. What matters is the error of the layer's output over its inputs X [tokens, K],
+GPTQ (Frantar et al., arXiv 2210.17323) compensates for errors; here it rounds to E4M3 or E2M1. Rounding to nearest
+minimizes the error of every single weight. What matters is the error of the output over its inputs X [tokens, K],
 |X (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T) with H = X^T X. X are the inputs after their cast to FP8, because the errors
 of this cast are correlated with the inputs; weights rounded for uncast inputs have a larger error (docs/studies.md).
 
@@ -39,8 +39,11 @@ from fp8serve.calibration.passes import (
 from fp8serve.calibration.progress import Stages
 from fp8serve.calibration.stage_results import LoadOrCompute, always_compute
 from fp8serve.calibration.techniques.precision import input_groups
+from fp8serve.fp8.casting import QuantizedWeight
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.ops import e2m1
 from fp8serve.fp8.ops.arithmetic import FP8_MAX, dequantize, expand
+from fp8serve.fp8.ops.four_bit import pack_codes
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.building import AnyModel
@@ -50,6 +53,7 @@ E4M3 = torch.float8_e4m3fn
 DAMPING = 0.01  # this fraction of the diagonal's mean is added to the diagonal: X^T X of few tokens is singular
 BLOCK_COLUMNS = 64  # columns that are rounded before one product updates all later columns
 FrozenLinears = Mapping[str, FrozenLinear]
+RoundValues = Callable[[Tensor], Tensor]  # rounds FP32 numbers to those of a format
 
 
 def round_compensated(weight: Tensor, products: Tensor, scale_inv: Tensor) -> Tensor:
@@ -58,18 +62,33 @@ def round_compensated(weight: Tensor, products: Tensor, scale_inv: Tensor) -> Te
     `products` is X^T X, FP32 [K, K]. `scale_inv` is the scale that dequantizes, FP32 [], [N, 1] or [N / 128, K / 128].
     A column whose inputs are all zero is rounded to nearest.
     """
+    return _round_columns(weight, products, expand(scale_inv, *weight.shape), _round_e4m3).to(E4M3)
+
+
+def round_compensated_4bit(weight: Tensor, products: Tensor, scales: QuantizedWeight) -> Tensor:
+    """Does the same for E2M1 with the scales of a weight that was rounded to nearest; returns codes uint8 [N, K/2]."""
+    scale_inv = e2m1.expand_scale(scales.scale_inv) * (1 if scales.global_scale is None else scales.global_scale)
+    return pack_codes(e2m1.to_codes(_round_columns(weight, products, scale_inv, e2m1.round_e2m1)))
+
+
+def _round_e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-FP8_MAX[E4M3], FP8_MAX[E4M3]).to(E4M3).float()
+
+
+def _round_columns(weight: Tensor, products: Tensor, scale_inv: Tensor, round_values: RoundValues) -> Tensor:
+    """Returns the rounded weight divided by its scales, FP32 [N, K]."""
     order = products.diagonal().argsort(descending=True)
-    scale = expand(scale_inv, *weight.shape).float().reciprocal().broadcast_to(weight.shape)[:, order]
+    scale = scale_inv.float().reciprocal().broadcast_to(weight.shape)[:, order]
     factors = _factors(products[order][:, order])
     scaled = weight.float()[:, order] * scale
     rounded = torch.empty_like(scaled)
     for start in range(0, scaled.shape[1], BLOCK_COLUMNS):
         end = min(start + BLOCK_COLUMNS, scaled.shape[1])
-        errors = _round_block(scaled, scale, factors, rounded, start, end)
+        errors = _round_block(scaled, scale, factors, rounded, start, end, round_values)
         scaled[:, end:] -= (errors @ factors[start:end, end:]) * scale[:, end:]
     result = torch.empty_like(rounded)
     result[:, order] = rounded
-    return result.to(E4M3)
+    return result
 
 
 def _factors(products: Tensor) -> Tensor:
@@ -82,11 +101,13 @@ def _factors(products: Tensor) -> Tensor:
     return matrix.div_(matrix.diagonal().clone().unsqueeze(1)).float()
 
 
-def _round_block(scaled: Tensor, scale: Tensor, factors: Tensor, rounded: Tensor, start: int, end: int) -> Tensor:
+def _round_block(
+    scaled: Tensor, scale: Tensor, factors: Tensor, rounded: Tensor, start: int, end: int, round_values: RoundValues
+) -> Tensor:
     """Rounds the columns from start to end of `scaled` into `rounded`; returns the errors of these weights."""
     errors = torch.empty_like(scaled[:, start:end])
     for j in range(start, end):
-        rounded[:, j] = scaled[:, j].clamp(-FP8_MAX[E4M3], FP8_MAX[E4M3]).to(E4M3).float()
+        rounded[:, j] = round_values(scaled[:, j])
         errors[:, j - start] = error = (scaled[:, j] - rounded[:, j]) / scale[:, j]
         scaled[:, j + 1 : end] -= torch.outer(error, factors[j, j + 1 : end]) * scale[:, j + 1 : end]
     return errors
@@ -126,13 +147,19 @@ def round_weights(
 def _rounded_layer(
     index: int, passes: Sequence[LayerwisePass], linears: Linears, frozen: FrozenLinears, ranks: Ranks, batches: int
 ) -> dict[str, Tensor]:
-    """Returns the rounded weights of a layer, E4M3 [N, K] by name. `passes` are those of this rank's batches."""
+    """Returns the rounded weights of a layer by name, E4M3 [N, K] or codes uint8 [N, K/2].
+
+    `passes` are those of this rank's batches.
+    """
     products = _layer_products(index, passes, linears, frozen, ranks, batches)
     names = list(products)
 
     def round_weight(number: int) -> dict[str, Tensor]:
         name = names[number]
-        return {name: round_compensated(linears[name].weight, products[name], frozen[name].weight_scale_inv)}
+        weight, layer = linears[name].weight, frozen[name]
+        if layer.is_4bit:
+            return {name: round_compensated_4bit(weight, products[name], layer.quantized_weight)}
+        return {name: round_compensated(weight, products[name], layer.weight_scale_inv)}
 
     def empty_weight(number: int) -> dict[str, Tensor]:
         name = names[number]

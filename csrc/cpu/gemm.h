@@ -39,9 +39,12 @@ constexpr int64_t kGroup = 16;     // columns of a tile
 constexpr int64_t kMaxRows = 6;    // rows of a tile that reads a panel ...
 constexpr int64_t kMaxStream = 8;  // ... and of one that reads the weights
 
-// The element type of a matrix.
-enum class Kind { e4m3, e5m2, bf16 };
-constexpr int64_t bytes_of(Kind kind) { return kind == Kind::bf16 ? 2 : 1; }
+// The element type of a matrix. NVFP4 and MXFP4 are E2M1 codes of 4 bits (gemm_4bit.h), for `b` alone.
+enum class Kind { e4m3, e5m2, bf16, nvfp4, mxfp4 };
+constexpr bool has_4_bits(Kind kind) { return kind == Kind::nvfp4 || kind == Kind::mxfp4; }
+constexpr int64_t bytes_of(Kind kind, int64_t count = 1) {
+  return has_4_bits(kind) ? count / 2 : kind == Kind::bf16 ? 2 * count : count;
+}
 
 // The epilogue: out = round(sum * a_scale * b_scale + bias) and then, if there is a residual, round(residual
 // + out).
@@ -67,6 +70,7 @@ struct Tile {
   const float* b_scale = nullptr;       // [128 of K][16 columns]; null where `scale` is the product of both
   float* out = nullptr;                 // [rows][16]: sums of the blocks so far
   const uint16_t* mx_shifts = nullptr;  // of packed MX blocks (gemm_packed.h)
+  const uint8_t* distances = nullptr;   // of packed blocks in 4 bits (gemm_4bit.h)
   bool add = false;                     // to the sums of earlier blocks
   const Epilogue* epilogue = nullptr;   // at the last block: applied instead of storing the sums
 };
@@ -93,6 +97,11 @@ struct Level {
   int64_t packed_rows = 0;
   void (*compute_mx_shifts)(const uint8_t* codes, int64_t stride, const uint8_t* rows, int64_t blocks,
                             Kind kind, uint16_t* shifts) = nullptr;
+  // The same for packed weights in 4 bits (gemm_4bit.h).
+  void (*stream_4bit)(const Tile& tile, Kind kind) = nullptr;
+  void (*unpack_4bit)(const void* block, const uint8_t* distances, int64_t begin, int64_t end, Kind kind,
+                      void* panel) = nullptr;
+  int64_t rows_4bit = 0;
 };
 
 const Level& portable();

@@ -10,6 +10,7 @@
 #if FP8_X86
 #include <immintrin.h>
 
+#include "cpu/gemm_4bit.h"
 #include "cpu/gemm_packed.h"
 #include "cpu/gemm_widen.h"
 #include "cpu/gemm_zmm.h"
@@ -294,7 +295,10 @@ const Level& avx512bf16() {
                                packed_avx512bf16::stream,
                                packed_avx512bf16::unpack_columns,
                                64,
-                               packed_avx512bf16::compute_mx_shifts};
+                               packed_avx512bf16::compute_mx_shifts,
+                               fourbit_avx512bf16::stream,
+                               fourbit_avx512bf16::unpack_columns,
+                               64};
   return level;
 }
 

@@ -16,7 +16,10 @@ class Columns {
   Columns(const Problem& problem, const Level& level);
 
   // With at most this many rows the columns are streamed, otherwise unpacked to a panel.
-  int64_t stream_rows() const { return reads_packed_ ? level_.packed_rows : level_.stream_rows; }
+  int64_t stream_rows() const {
+    if (!reads_packed_) return level_.stream_rows;
+    return has_4_bits(p_.b.kind) ? level_.rows_4bit : level_.packed_rows;
+  }
 
   // Multiplies the block `at` without a panel and prefetches the block `next`.
   void stream(Tile tile, BlockIndex at, BlockIndex next) const;

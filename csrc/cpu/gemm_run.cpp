@@ -309,7 +309,7 @@ int64_t cut(std::vector<Piece>& all) {
 }
 
 bool is_serial(const Problem& p, int64_t rows, int64_t weights) {
-  return weights * p.n * p.k * bytes_of(p.b.kind) < kMinParallelBytes &&
+  return bytes_of(p.b.kind, weights * p.n * p.k) < kMinParallelBytes &&
          rows * p.n * p.k < kMinParallelProducts;
 }
 

@@ -25,12 +25,13 @@ struct Operand {
   const uint8_t* mx_codes = nullptr;
   int64_t mx_blocks = 0;  // codes of a row
   const uint8_t* mx_rows = nullptr;
+  const uint8_t* distances = nullptr;  // of packed weights in 4 bits (gemm_4bit.h)
 
   // The kind of the values that a level reads.
-  Kind panel_kind() const { return mx_codes == nullptr ? kind : Kind::bf16; }
-  const char* at(int64_t row, int64_t column) const { return values + (row * k + column) * bytes_of(kind); }
+  Kind panel_kind() const { return mx_codes != nullptr || has_4_bits(kind) ? Kind::bf16 : kind; }
+  const char* at(int64_t row, int64_t column) const { return values + bytes_of(kind, row * k + column); }
   const char* block(int64_t row, int64_t column) const {  // packed: of the 16 rows from `row` on
-    return values + (row * k + column * kGroup) * bytes_of(kind);
+    return values + bytes_of(kind, row * k + column * kGroup);
   }
   // With K = 0 a block scale has no elements, and there is nothing to scale.
   float outer(int64_t row) const {

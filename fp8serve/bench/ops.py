@@ -11,10 +11,11 @@ larger than the caches, and the rate of torch's matrix product. So an op that wo
 torch, can exceed 1.
 """
 
+import math
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from fp8serve.engine.packing import huge_pages
 from fp8serve.fp8 import ops
 from fp8serve.fp8.ops import OPS as REGISTERED
 from fp8serve.fp8.ops import cases, reference
+from fp8serve.fp8.ops.arithmetic import E8M0
 from fp8serve.fp8.ops.elementwise import rms_norm, silu_mul
+from fp8serve.fp8.ops.four_bit import packed_shapes, random_4bit
 from fp8serve.fp8.ops.packing import pack_into, packed_shape
 
 OPS = torch.ops.fp8serve
@@ -42,6 +45,7 @@ LINEAR = {  # rows, out, in -> goal: speed-up over torch's BF16
     (512, 4096, 4096): 1.0,
     (512, 14336, 4096): 1.0,
 }
+LAYERS = ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632))  # out, in: q, k and v; o; gate and up; down
 MEMORY_BOUND_ROWS = 8  # up to this number, a product takes as long as reading its weight from memory
 NUM_WEIGHTS = 4  # that take turns, so that caches cannot hold them all
 BLOCK = 16  # tokens in a block of the paged KV cache
@@ -138,6 +142,33 @@ def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -
     packed = [(pack_into(q, huge_pages(q.nbytes).view(E4M3)), s) for q, s in quantized]
     call = _take_turns([partial(_packed_linear, x, scale, q, (inverse, s)) for q, s in packed])
     yield BenchCase("quantize + packed_mm", size, call, *rest)
+
+
+def weight_only() -> Iterator[BenchCase]:
+    """Products of BF16 inputs with packed weights in FP8, NVFP4 and MXFP4, of the linear layers of a Llama model with
+    1.1 billion parameters. Weights take turns, so that they are read from memory. Torch computes in BF16."""
+    one = torch.ones(())
+    for (n, k), m in product(LAYERS, (1, 8, 256)):
+        x, size, flops = _noise(m, k), f"{m} x {n} x {k}", 2.0 * m * n * k
+        weights = [_noise(n, k) for _ in range(NUM_WEIGHTS)]
+        torch_call = _take_turns([partial(F.linear, x, w) for w in weights])
+        packed = [pack_into(w.to(E4M3), huge_pages(w.numel()).view(E4M3)) for w in weights]
+        call = _take_turns([partial(OPS.packed_mm, x, w, one, one, None, None, BF16) for w in packed])
+        yield BenchCase("packed_mm", f"{size}, FP8", call, torch_call, n * k + 2.0 * m * (n + k), flops)
+        for name, dtype, bits in (("NVFP4", E4M3, 4.5), ("MXFP4", E8M0, 4.25)):
+            global_scale = one if dtype == E4M3 else None
+            weights_4bit = [_packed_4bit(n, k, dtype, seed) for seed in range(NUM_WEIGHTS)]
+            call = _take_turns([partial(OPS.mm_4bit, x, *w, global_scale, None) for w in weights_4bit])
+            yield BenchCase("mm_4bit", f"{size}, {name}", call, torch_call, n * k * bits / 8 + 2.0 * m * (n + k), flops)
+
+
+def _packed_4bit(n: int, k: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    """Returns a random weight in 4 bits, packed into huge pages."""
+    codes, scales = random_4bit(n, k, dtype, seed)
+    shapes = packed_shapes(codes, scales)
+    out_codes, out_scales = (huge_pages(math.prod(shape)).view(shape) for shape in shapes)
+    OPS.pack_4bit(codes, scales, out_codes, out_scales.view(dtype))
+    return out_codes, out_scales.view(dtype)
 
 
 def packing() -> Iterator[BenchCase]:
@@ -294,7 +325,19 @@ def others(measured: Set[str]) -> Iterator[BenchCase]:
             yield BenchCase(name, case.name, partial(op, *args), None, float(_num_bytes(args) + _num_bytes(op(*args))))
 
 
-MAKERS = (casts, linears, products, packing, heads, norms_and_activations, positions, attention, sampling, updates)
+MAKERS = (
+    casts,
+    linears,
+    weight_only,
+    products,
+    packing,
+    heads,
+    norms_and_activations,
+    positions,
+    attention,
+    sampling,
+    updates,
+)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import expert_row_counts, mixtures, reset_token_counts
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
-from fp8serve.model.stored_checkpoint import ignored_notes, matrices_notes
+from fp8serve.model.stored_checkpoint import dropped_inputs_notes, ignored_notes, matrices_notes
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.processes import Phases
 
@@ -177,7 +177,7 @@ def load(
     if options.invariant:
         if device.type == "cuda" and options.block_size & (options.block_size - 1):
             raise RequestError(f"invariant needs a block_size that is a power of 2, found {options.block_size}.")
-        uses_mx = any(layer.weight_scale_inv.dtype == E8M0 for layer in frozen.values())
+        uses_mx = any(layer.weight_scale_inv.dtype == E8M0 and not layer.is_4bit for layer in frozen.values())
         log.info("%s", parity.use_invariant_mode(options.device, config, uses_mx))
     scales_follow_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
     prepare_for_serving(model, options.device)
@@ -207,7 +207,7 @@ def load(
     checkpoint = open_checkpoint(model_dir)
     omitted = unused_part_notes(model_dir, checkpoint.omitted_modules)
     notes = omitted, mx_notes(checkpoint.shards), computed_by_notes(config), matrices_notes(checkpoint)
-    for note in chain(*notes, ignored_notes(checkpoint)):
+    for note in chain(*notes, dropped_inputs_notes(checkpoint), ignored_notes(checkpoint)):
         log.warning("%s: %s", model_dir, note)
     calibration = Calibration(DelayedScaling(), {}) if network else _read_calibration(model_dir, frozen, options)
     training_recipe = Float8CurrentScaling() if scales_follow_batch else calibration.recipe

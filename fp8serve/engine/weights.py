@@ -2,10 +2,11 @@
 first is written, so an error leaves the model unchanged. `exchange_weights` also returns the old weights, so that they
 can serve again.
 
-The new tensors have the names of the served model. An FP8 linear layer `P` has three tensors:
+The new tensors have the names of the served model. An FP8 linear layer `P` has these tensors:
 
 * `P.weight_q`: the quantized weight, E4M3 [N, K];
 * `P.weight_scale_inv`: the scales that dequantize it, FP32, with the shape of the model's recipe;
+* `P.weight_global_scale`: of NVFP4, FP32 []. A 4-bit weight is uint8 [N, K/2], its scales are E4M3 or E8M0;
 * `P.input_scale`: the scale that quantizes the inputs, FP32 [], if the layer has a stored scale.
 
 All other tensors are parameters in the dtype in which they are served. The caller passes matrices unpacked and one by
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.ops.four_bit import pack_4bit_into
 from fp8serve.fp8.ops.packing import GROUP, RUN
 from fp8serve.model.building import Model
 from fp8serve.model.storage.shards import type_name
@@ -33,6 +35,8 @@ FP8_NAN = 0x7F  # the bits of NaN in E4M3, without the sign
 def replace_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
     """Replaces all weights of `model` by `tensors`. Raises ModelError or ScalesError if they do not suit the model."""
     check_weights(model, tensors)
+    tensors = dict(tensors)
+    _pack_4bit_weights(model, tensors)
     current, _ = _current_tensors(model)
     others = current.keys() - _write_scales(model, tensors)
     model.load_state_dict({name: _expand_scalar(tensors[name], current[name]) for name in others}, strict=False)
@@ -61,6 +65,7 @@ def exchange_weights(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tens
     current, _ = _current_tensors(model)
     scales = {name for group in _shared_scales(model).values() for _, name in group}
     previous = {name: current[name].clone() for name in scales}
+    _pack_4bit_weights(model, tensors)
     try:
         _write_scales(model, tensors)
         for name in current.keys() - scales:
@@ -73,6 +78,16 @@ def exchange_weights(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tens
         raise
     tensors.clear()  # of aliases and scales
     return previous
+
+
+def _pack_4bit_weights(model: Model, tensors: dict[str, Tensor]) -> None:
+    """Packs the 4-bit weights in `tensors` that the model has packed, with their scales."""
+    for prefix, layer in model.named_modules():
+        codes, scales = f"{prefix}.weight_q", f"{prefix}.weight_scale_inv"
+        is_packed = isinstance(layer, FrozenLinear) and layer.is_4bit and layer.is_packed
+        if is_packed and tensors[codes].dim() == 2:
+            out = torch.empty_like(tensors[codes], memory_format=torch.contiguous_format).view(-1)
+            tensors[codes], tensors[scales] = pack_4bit_into(tensors[codes], tensors[scales], out)
 
 
 def _write_tensor(model: Model, name: str, tensor: Tensor) -> None:
@@ -112,8 +127,11 @@ def _check_tensor(name: str, current: Tensor, new: Tensor, model: Model) -> None
     """Raises ModelError or ScalesError if `new` cannot replace `current` or is not finite."""
     layer, shape, dtype = model.get_submodule(name.rpartition(".")[0]), tuple(current.shape), current.dtype
     if current.dim() == 3 and name.endswith((".weight_q", ".weight")) and _is_packed(layer):
-        shape = GROUP * current.shape[0], RUN * current.shape[1]
-    is_scalar = name.endswith(".weight_scale_inv") and new.numel() == 1 and shape[1:] in ((), (1,))  # `_expand_scalar`
+        shape = GROUP * current.shape[0], (RUN // 2 if dtype is torch.uint8 else RUN) * current.shape[1]
+    if current.dim() == 3 and name.endswith(".weight_scale_inv"):  # packed with a 4-bit weight; E8M0 has one row more
+        shape = GROUP * current.shape[0], current.shape[1] - (dtype is torch.float8_e8m0fnu)
+    is_scale = name.endswith((".weight_scale_inv", ".weight_global_scale"))
+    is_scalar = is_scale and new.numel() == 1 and shape[1:] in ((), (1,))  # `_expand_scalar`
     if name.endswith(".weight_scale_inv") and isinstance(layer, FrozenLinear) and layer.shares_weight_scale:
         shape = shape if is_scalar else (layer.out_features, 1)  # the layer gets scales of its own
     if not (is_scalar or tuple(new.shape) == shape) or new.dtype is not dtype:

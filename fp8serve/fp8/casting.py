@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8serve.fp8.ops import DTYPES, arithmetic
+from fp8serve.fp8.ops import DTYPES, arithmetic, e2m1
 from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0, FP8_MAX, scale_from_amax
 from fp8serve.fp8.ops.microscaling import NAN
 from fp8serve.fp8.spec import Granularity, QuantSpec, ScaleFormat
@@ -65,7 +65,12 @@ _quantize_transpose = torch.ops.fp8serve.quantize_transpose.default
 _quantize_delayed = torch.ops.fp8serve.quantize_delayed.default
 _transpose_fp8 = torch.ops.fp8serve.transpose_fp8.default
 _transpose_half = torch.ops.fp8serve.transpose_half.default
-SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {"fp32": torch.float32, "power_of_2": torch.float32, "e8m0": E8M0}
+SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {
+    "fp32": torch.float32,
+    "power_of_2": torch.float32,
+    "e8m0": E8M0,
+    "e4m3": torch.float8_e4m3fn,
+}
 
 
 class Quantized(NamedTuple):
@@ -73,6 +78,28 @@ class Quantized(NamedTuple):
 
     q: Tensor
     scale_inv: Tensor
+
+
+class QuantizedWeight(NamedTuple):
+    """A quantized weight [N, K], which is q * scale_inv * global_scale.
+
+    `q` is FP8 [N, K], or uint8 [N, K/2] with two E2M1 codes in a byte. Only NVFP4 has a `global_scale`, FP32 [].
+    """
+
+    q: Tensor
+    scale_inv: Tensor
+    global_scale: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """Returns the weight in FP32 [N, K]."""
+        if self.q.dtype is torch.uint8:
+            return e2m1.dequantize(*self)
+        return arithmetic.dequantize(self.q, self.scale_inv)
+
+    def full_scale(self) -> Tensor:
+        """Returns the product of both scales, FP32 in the shape of `scale_inv`."""
+        scale = self.scale_inv.float()
+        return scale if self.global_scale is None else scale * self.global_scale.reshape(-1, 1)
 
 
 class Operand(NamedTuple):
@@ -144,6 +171,15 @@ def cast_current_rowwise(x: Tensor, spec: QuantSpec, infinity_is_nan: bool = Fal
     """
     op, arguments = current_cast_op(spec)
     return Quantized(*(op(x, *arguments, True) if infinity_is_nan else op(x, *arguments)))
+
+
+def cast_weight(weight: Tensor, spec: QuantSpec) -> QuantizedWeight:
+    """Casts a weight [N, K] with current scaling, or to 4 bits."""
+    if spec.is_4bit and spec.is_mx:
+        return QuantizedWeight(*e2m1.quantize_mxfp4(weight))
+    if spec.is_4bit:
+        return QuantizedWeight(*e2m1.quantize_nvfp4(weight, spec.four_over_six))
+    return QuantizedWeight(*cast_current_rowwise(weight, spec))
 
 
 def cast_delayed(x: Tensor, spec: QuantSpec, scale: Tensor, columnwise: bool) -> tuple[Operand, Tensor]:

@@ -1,4 +1,5 @@
-"""FrozenLinear, the linear layer of serving: FP8 weights and a stored or computed input scale, without training.
+"""FrozenLinear, the linear layer of serving: FP8 weights and a stored or computed input scale, without training. A
+weight may also have 4 bits (ops/e2m1.py); its input is then BF16.
 
 It computes the forward pass of `Linear` in the same order, so with the scales from the end of training it gives the
 same bits. It also monitors its input: `amax` is the largest magnitude since `reset_counters`, and `saturated` is the
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.casting import current_cast_op, rowwise_scale_options
+from fp8serve.fp8.casting import QuantizedWeight, cast_weight, current_cast_op, rowwise_scale_options
 from fp8serve.fp8.layer_inputs import check_whole_blocks
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops.arithmetic import E8M0, dequantize
+from fp8serve.fp8.ops.four_bit import BLOCK_OF, pack_4bit_into
 from fp8serve.fp8.ops.microscaling import dequantize_to_bf16
 from fp8serve.fp8.ops.packing import GROUP, RUN, pack_into, pack_state_dict_weight
 from fp8serve.fp8.recipe import Recipe
@@ -33,6 +35,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 # The overloads are looked up once, because a call through torch.ops takes a microsecond longer.
 _mm = torch.ops.fp8serve.mm.default
+_mm_4bit = torch.ops.fp8serve.mm_4bit.default
 _mx_mm = torch.ops.fp8serve.mx_mm.default
 _norm = torch.ops.fp8serve.rms_norm.default
 _norm_rows = torch.ops.fp8serve.rms_norm_quantize_rows.default
@@ -77,14 +80,12 @@ def _delayed_scale(linear: nn.Linear, name: str, scale: Tensor | None) -> Tensor
     return _validate_scale(f"the {name} scale", scale)
 
 
-def _quantize_weight(linear: nn.Linear, spec: QuantSpec, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns (weight_q, weight_scale_inv)."""
+def _quantize_weight(linear: nn.Linear, spec: QuantSpec, scale: Tensor | None) -> QuantizedWeight:
     weight = linear.weight.detach()
     if spec.source == "delayed":
         scale = _delayed_scale(linear, "weight", scale).to(weight.device)
-        return torch.ops.fp8serve.quantize(weight, scale, E4M3)[0], scale.reciprocal()
-    op, arguments = current_cast_op(spec)
-    return op(weight, *arguments)
+        return QuantizedWeight(torch.ops.fp8serve.quantize(weight, scale, E4M3)[0], scale.reciprocal())
+    return cast_weight(weight, spec)
 
 
 def _is_mx(scale_inv: Tensor | None) -> bool:
@@ -109,13 +110,15 @@ class FrozenLinear(nn.Module):
     """A linear layer [..., K] -> [..., N] with FP8 weights, for serving.
 
     Args:
-        weight_q: E4M3 [N, K], or packed [N / 16, K / 8, 128] (see `pack`).
-        weight_scale_inv: FP32 [], [N, 1] or [ceil(N/128), ceil(K/128)], or E8M0 [N, K/32] (MX blocks).
+        weight_q: E4M3 [N, K], or packed [N / 16, K / 8, 128] (see `pack`), or uint8 [N, K / 2] (two E2M1 codes a byte).
+        weight_scale_inv: FP32 [], [N, 1] or [ceil(N/128), ceil(K/128)], or E8M0 [N, K/32] (MX blocks). Of E2M1 codes
+            E8M0 [N, K/32] (MXFP4) or E4M3 [N, K/16] (NVFP4).
         bias: [N] or None.
         input_scale: FP32 [], by which the input is multiplied to quantize it.
         input_spec: How the input is quantized: with the stored `input_scale`, with current scaling, or not at all
             (BF16). By default with `input_scale` if it is given, else with current scaling per tensor.
         out_dtype: The dtype of the output; None is the dtype of the input.
+        weight_global_scale: FP32 [] or, if the layer is part of a joined one, [N]. Only NVFP4 has it.
     """
 
     adapters: Optional["ServedAdapters"] = None
@@ -123,6 +126,7 @@ class FrozenLinear(nn.Module):
 
     weight_q: Tensor
     weight_scale_inv: Tensor
+    weight_global_scale: Tensor | None
     bias: Tensor | None
     input_scale: Tensor | None
     input_scale_inv: Tensor | None
@@ -137,15 +141,19 @@ class FrozenLinear(nn.Module):
         input_scale: Tensor | None = None,
         input_spec: QuantSpec | None = None,
         out_dtype: torch.dtype | None = None,
+        weight_global_scale: Tensor | None = None,
     ) -> None:
         super().__init__()
-        _check_weight(weight_q, weight_scale_inv)
+        _check_weight(weight_q, weight_scale_inv, weight_global_scale)
         self.out_dtype = out_dtype
         self.set_input_spec(input_spec or QuantSpec(source="current" if input_scale is None else "stored"))
         _check_scale_source(self.input_spec, input_scale)
+        if weight_q.dtype is torch.uint8 and self.input_spec.element != "bf16":
+            raise ValueError(f"The input of a layer with 4-bit weights stays in BF16, found {self.input_spec}.")
         self.out_features, self.in_features = _features_of(weight_q)
         self.register_buffer("weight_q", weight_q)
         self.register_buffer("weight_scale_inv", weight_scale_inv)
+        self.register_buffer("weight_global_scale", weight_global_scale)
         self.register_buffer("bias", None if bias is None else bias.detach())
         scale = None if input_scale is None else _validate_scale("the input scale", input_scale).to(weight_q.device)
         self.register_buffer("input_scale", scale)
@@ -175,8 +183,8 @@ class FrozenLinear(nn.Module):
             input_scale = _delayed_scale(linear, "input", input_scale)
         elif input_scale is not None or weight_scale is not None:
             raise ScalesError(f"{type(recipe).__name__} computes its scales from the data; do not give stored ones.")
-        weight_q, weight_scale_inv = _quantize_weight(linear, specs["weight"], weight_scale)
-        return cls(weight_q, weight_scale_inv, linear.bias, input_scale, specs["input"].for_serving(), out_dtype)
+        q, scale_inv, global_scale = _quantize_weight(linear, specs["weight"], weight_scale)
+        return cls(q, scale_inv, linear.bias, input_scale, specs["input"].for_serving(), out_dtype, global_scale)
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the output [..., N] for an input [..., K]. It is differentiable with respect to the input."""
@@ -192,16 +200,28 @@ class FrozenLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The FP8 weight, under the name that other linear layers use."""
+        """The quantized weight, under the name that other linear layers use."""
         return self.weight_q
+
+    @property
+    def is_4bit(self) -> bool:
+        return self.weight_q.dtype is torch.uint8
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight:
+        """The weight with its scales. If an FP8 weight is packed, `dequantize` does not support it."""
+        return QuantizedWeight(self.weight_q, self.weight_scale_inv, self.weight_global_scale)
 
     @property
     def is_packed(self) -> bool:
         return self.weight_q.dim() == 3
 
     def pack(self, out: Tensor) -> None:
-        """Packs the weight into `out`, an E4M3 tensor with the same number of elements, for serving on a CPU."""
-        self.weight_q = pack_into(self.weight_q, out)
+        """Packs the weight into `out`, a tensor with its dtype and number of elements, for serving on a CPU."""
+        if self.is_4bit:
+            self.weight_q, self.weight_scale_inv = pack_4bit_into(self.weight_q, self.weight_scale_inv, out)
+        else:
+            self.weight_q = pack_into(self.weight_q, out)
 
     def set_input_spec(self, spec: QuantSpec) -> None:
         """Sets how inputs are quantized. The cast op is chosen here and not in every call."""
@@ -254,12 +274,15 @@ class FrozenLinear(nn.Module):
         """Returns the product, [M, N] of `out_dtype`, of an input that `cast` has quantized and the weight."""
         tensors = self._buffers
         weight, weight_scale_inv, bias = tensors["weight_q"], tensors["weight_scale_inv"], tensors["bias"]
-        return multiply(q, scale_inv, weight, weight_scale_inv, bias, out_dtype)  # type: ignore[arg-type]
+        global_scale = tensors["weight_global_scale"]
+        return multiply(q, scale_inv, weight, weight_scale_inv, bias, out_dtype, global_scale)  # type: ignore[arg-type]
 
     def product_add(self, residual: Tensor, q: Tensor, scale_inv: Tensor) -> Tensor:
         """Returns residual [M, N] + product(q, scale_inv), in one op. It has no gradient."""
         tensors = self._buffers
         weight, scales, bias = tensors["weight_q"], (scale_inv, tensors["weight_scale_inv"]), tensors["bias"]
+        if weight.dtype is torch.uint8:  # type: ignore[union-attr]
+            return residual + self.product(q, scale_inv, residual.dtype)
         if _is_mx(scales[1]):
             return _mx_mm(q, weight, *scales, bias, residual, residual.dtype)  # type: ignore[no-any-return]
         if weight.dim() == 3:  # type: ignore[union-attr]
@@ -332,7 +355,7 @@ class FrozenLinear(nn.Module):
         and so is a shared weight scale that differs from the loaded one.
         """
         scale, input_scale = (state_dict.get(prefix + name) for name in ("weight_scale_inv", "input_scale"))
-        if self.is_packed:
+        if self.is_packed and not self.is_4bit:  # codes and scales are packed together (engine/weights.py)
             pack_state_dict_weight(state_dict, f"{prefix}weight_q")
         if scale is not None and scale.dim() == 0 and self.weight_scale_inv.shape == (self.out_features, 1):
             state_dict[f"{prefix}weight_scale_inv"] = scale.expand(self.out_features, 1).clone()
@@ -382,6 +405,11 @@ def input_gradient(layer: FrozenLinear, dy: Tensor) -> Tensor:
     if layer.is_packed:
         raise ValueError("A packed weight has no transpose; load the model anew to train on it.")
     dy, scale = dy.to(torch.bfloat16), layer.weight_scale_inv
+    if layer.is_4bit:  # W becomes BF16 without its global scale, exactly
+        global_scale = layer.weight_global_scale
+        weight = layer.quantized_weight._replace(global_scale=None).dequantize().to(torch.bfloat16)
+        dy = dy if global_scale is None else (dy * global_scale).to(torch.bfloat16)
+        return _mm(dy, _transpose_half(weight), None, torch.bfloat16)  # type: ignore[no-any-return]
     if _is_mx(scale):  # blocks along K, which this product does not contract: W becomes BF16, exactly
         return _mm(dy, _transpose_half(dequantize_to_bf16(layer.weight_q, scale)), None, torch.bfloat16)  # type: ignore[no-any-return]
     if tuple(scale.shape) == (layer.out_features, 1):
@@ -391,9 +419,20 @@ def input_gradient(layer: FrozenLinear, dy: Tensor) -> Tensor:
 
 
 def multiply(
-    q: Tensor, scale_inv: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    q: Tensor,
+    scale_inv: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    global_scale: Tensor | None = None,
 ) -> Tensor:
-    """Returns the product [M, N] of q [M, K] and the weight of a FrozenLinear, packed or not."""
+    """Returns the product [M, N] of q [M, K] and the weight of a FrozenLinear, packed or not.
+
+    The product of a 4-bit weight is rounded to BF16 before it is cast to `out_dtype`.
+    """
+    if weight.dtype is torch.uint8:
+        return _mm_4bit(q, weight, weight_scale_inv, global_scale, bias).to(out_dtype)  # type: ignore[no-any-return]
     if _is_mx(weight_scale_inv):
         return _mx_mm(q, weight, scale_inv, weight_scale_inv, bias, None, out_dtype)  # type: ignore[no-any-return]
     if weight.dim() == 3:
@@ -421,10 +460,17 @@ def _multiply_unquantized(
 def _features_of(weight_q: Tensor) -> tuple[int, int]:
     """Returns (out_features, in_features) of a weight, packed or not."""
     rows, cols = weight_q.shape[:2]
-    return (GROUP * rows, RUN * cols) if weight_q.dim() == 3 else (rows, cols)
+    if weight_q.dim() == 3:
+        return GROUP * rows, RUN * cols
+    return rows, 2 * cols if weight_q.dtype is torch.uint8 else cols
 
 
-def _check_weight(weight_q: Tensor, weight_scale_inv: Tensor) -> None:
+def _check_weight(weight_q: Tensor, weight_scale_inv: Tensor, global_scale: Tensor | None) -> None:
+    if weight_q.dtype is torch.uint8:
+        _check_4bit_weight(weight_q, weight_scale_inv, global_scale)
+        return
+    if global_scale is not None:
+        raise ValueError("Only a weight in NVFP4 has a weight_global_scale.")
     if weight_q.dtype != E4M3 or weight_q.dim() not in (2, 3):
         raise ValueError(f"weight_q must be float8_e4m3fn [N, K], found {weight_q.dtype} {list(weight_q.shape)}.")
     rows, cols = _features_of(weight_q)
@@ -434,6 +480,23 @@ def _check_weight(weight_q: Tensor, weight_scale_inv: Tensor) -> None:
             f"weight_scale_inv of a [{rows}, {cols}] weight must be {format_shapes(shapes)}, found"
             f" {list(weight_scale_inv.shape)}."
         )
+
+
+def _check_4bit_weight(weight_q: Tensor, weight_scale_inv: Tensor, global_scale: Tensor | None) -> None:
+    rows, cols = _features_of(weight_q)
+    if weight_scale_inv.dtype not in (E4M3, E8M0) or weight_q.dim() != 2:
+        raise ValueError(
+            "A 4-bit weight must be uint8 [N, K / 2] with scales in E4M3 or E8M0, found "
+            f"{list(weight_q.shape)} and {weight_scale_inv.dtype}."
+        )
+    block = BLOCK_OF[weight_scale_inv.dtype]
+    if cols % block or tuple(weight_scale_inv.shape) != (rows, cols // block):
+        raise ValueError(
+            f"weight_scale_inv of a 4-bit [{rows}, {cols}] weight must be [N, K / {block}], found "
+            f"{list(weight_scale_inv.shape)}."
+        )
+    if (global_scale is None) is (weight_scale_inv.dtype is E4M3):
+        raise ValueError("A weight in NVFP4 needs a weight_global_scale, and one in MXFP4 has none.")
 
 
 def _check_scale_source(spec: QuantSpec, input_scale: Tensor | None) -> None:

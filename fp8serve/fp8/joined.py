@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.change_tracking import Listener, track_view
 from fp8serve.fp8.frozen import FrozenLinear, Operands, multiply
-from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0
+from fp8serve.fp8.ops.arithmetic import BLOCK
+from fp8serve.fp8.ops.four_bit import pack_4bit_into
 from fp8serve.fp8.ops.packing import GROUP, is_packable, pack_into
 
 _joined_mm = torch.ops.fp8serve.joined_mm.default
@@ -36,7 +37,7 @@ class _Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, layers: Iterable[FrozenLinear]) -> "_Snapshot":
-        names = ("weight_q", "weight_scale_inv", "bias", "input_scale", "input_scale_inv")
+        names = ("weight_q", "weight_scale_inv", "weight_global_scale", "bias", "input_scale", "input_scale_inv")
         entries = [(layer._buffers, name, layer._buffers[name]) for layer in layers for name in names]
         moved = [tensor for _, name, tensor in entries if tensor is not None and not name.startswith("input_")]
         return cls(entries, [(tensor, tensor.data_ptr()) for tensor in moved])
@@ -51,9 +52,10 @@ class JoinedLinear:
     Attributes:
         layers: The joined layers, in order.
         first: The layer whose input scale and counters all layers share.
-        weight: FP8 [sum of N_i, K], or packed.
+        weight: FP8 [sum of N_i, K], or packed, or 4-bit codes [sum of N_i, K/2].
         widths: The number of outputs of each layer.
         scale: The scale_inv of the weight: FP32 [] if the layers share one, else [sum of N_i, 1], or one per block.
+        global_scale: FP32 [sum of N_i] in NVFP4, else None.
         bias: [sum of N_i] or None.
     """
 
@@ -69,6 +71,9 @@ class JoinedLinear:
         scales = [_joinable_scale(layer) for layer in self.layers]
         self._scale_rows = [len(scale) for scale in scales]
         self.scale = torch.cat(scales) if (shared := _shared_scale(self.layers)) is None else shared
+        pairs = [(layer.weight_global_scale, layer.out_features) for layer in self.layers]
+        global_scales = [scale.expand(rows) for scale, rows in pairs if scale is not None]
+        self.global_scale = torch.cat(global_scales) if global_scales else None
         self._ends = None if have_whole_blocks(self.layers) else torch.tensor(self.widths).cumsum(0).to(torch.int32)
         biases = [layer.bias for layer in self.layers if layer.bias is not None]
         self.bias = torch.cat(biases) if biases else None
@@ -116,7 +121,7 @@ class JoinedLinear:
     def _multiply(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
         dtype = self.first.out_dtype or dtype
         if self._ends is None:
-            y = multiply(q, scale_inv, self.weight, self.scale, self.bias, dtype)
+            y = multiply(q, scale_inv, self.weight, self.scale, self.bias, dtype, self.global_scale)
         else:
             y = _joined_mm(q, self.weight, scale_inv, self.scale, self._ends, self.bias, dtype)
         return y.split_with_sizes(self.widths, 1)
@@ -138,7 +143,11 @@ class JoinedLinear:
     @torch.no_grad()
     def pack(self, out: Tensor) -> None:
         """Packs the weight into `out`; see `FrozenLinear.pack`."""
-        self.weight = pack_into(self.weight, out)
+        if self.first.is_4bit:
+            self.weight, self.scale = pack_4bit_into(self.weight, self.scale, out)
+            self._scale_rows = [rows // GROUP for rows in self._scale_rows]
+        else:
+            self.weight = pack_into(self.weight, out)
         self._share_tensors()
 
     @torch.no_grad()
@@ -162,11 +171,12 @@ class JoinedLinear:
         weights = self.weight.split_with_sizes([width // unit for width in self.widths])
         is_shared = self.scale.dim() == 0
         scales = [self.scale] * len(weights) if is_shared else self.scale.split_with_sizes(self._scale_rows)
-        biases = [None] * len(scales) if self.bias is None else self.bias.split_with_sizes(self.widths)
-        for layer, weight, scale, bias in zip(self._by_name.values(), weights, scales, biases, strict=True):
+        vectors = self.global_scale, self.bias
+        rows = [[None] * len(scales) if v is None else v.split_with_sizes(self.widths) for v in vectors]
+        for layer, weight, scale, *row in zip(self._by_name.values(), weights, scales, *rows, strict=True):
             layer.weight_q, layer.weight_scale_inv = (track_view(t, self._listener) for t in (weight, scale))
             layer.shares_weight_scale = is_shared
-            layer.bias = None if bias is None else track_view(bias, self._listener)
+            layer.weight_global_scale, layer.bias = (None if t is None else track_view(t, self._listener) for t in row)
             for name in ("input_scale", "input_scale_inv", "amax", "saturated"):
                 setattr(layer, name, getattr(self.first, name))
         self._snapshot = _Snapshot.of(self.layers)
@@ -182,7 +192,7 @@ def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLin
     if len(frozen) < len(layers):
         return False
     settings = {
-        (x.input_spec, x.out_dtype, x.in_features, x.bias is None, _has_block_scales(x), x.weight_scale_inv.dtype)
+        (x.input_spec, x.out_dtype, x.in_features, x.bias is None, _has_block_scales(x), x.is_4bit, _scale_dtype(x))
         for x in frozen
     }
     if len(settings) > 1 or not all(_equal(layer.input_scale, frozen[0].input_scale) for layer in frozen):
@@ -212,7 +222,11 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _has_block_scales(layer: FrozenLinear) -> bool:
     scale = layer.weight_scale_inv
-    return scale.dim() == 2 and scale.dtype is not E8M0 and tuple(scale.shape) != (layer.out_features, 1)
+    return scale.dim() == 2 and scale.dtype is torch.float32 and tuple(scale.shape) != (layer.out_features, 1)
+
+
+def _scale_dtype(layer: FrozenLinear) -> torch.dtype:
+    return layer.weight_scale_inv.dtype
 
 
 def _joinable_scale(layer: FrozenLinear) -> Tensor:

@@ -31,8 +31,9 @@ from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.frozen import FrozenLinear, multiply
+from fp8serve.fp8.ops import e2m1
 from fp8serve.fp8.ops.arithmetic import E8M0, dequantize
-from fp8serve.fp8.ops.packing import unpack_weight
+from fp8serve.fp8.ops.packing import GROUP, unpack_weight
 
 _grouped_mm = torch.ops.fp8serve.grouped_mm.default
 _mm = torch.ops.fp8serve.mm.default
@@ -169,6 +170,11 @@ def features(base: nn.Module) -> tuple[int, int]:
 @torch.no_grad()
 def squared_norms(base: nn.Module) -> Tensor:
     """Returns the squared norm of each row of the weight, FP32 [N]. Casts a chunk of rows to FP32 at a time."""
+    if isinstance(base, FrozenLinear) and base.is_4bit:
+        count = ROWS_PER_CHUNK // GROUP if base.is_packed else ROWS_PER_CHUNK
+        pairs = zip(torch.split(base.weight_q, count), torch.split(base.weight_scale_inv, count), strict=True)
+        sums = torch.cat([e2m1.dequantize(*pair, None).square().sum(1) for pair in pairs])
+        return sums if base.weight_global_scale is None else sums * base.weight_global_scale.square()
     weight = _unpacked(weight_of(base))
     chunks = torch.split(weight, ROWS_PER_CHUNK)
     if isinstance(base, FrozenLinear):
@@ -190,7 +196,8 @@ def row_norms(base: nn.Module, squares: Tensor, a: Tensor, b: Tensor, scaling: f
     """
     weight, one = weight_of(base), torch.ones((), device=a.device)
     if isinstance(base, FrozenLinear):
-        a_w = multiply(a, one, weight, base.weight_scale_inv, None, torch.float32)  # A W^T [r, N]
+        global_scale = base.weight_global_scale
+        a_w = multiply(a, one, weight, base.weight_scale_inv, None, torch.float32, global_scale)  # A W^T [r, N]
     else:
         a_w = _mm(a, _unpacked(weight), None, torch.float32)
     b = b.float()

@@ -20,14 +20,25 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fp8serve.errors import RecipeError, json_fault, shown
 from fp8serve.fp8.amax_rules import RULES, RuleName
-from fp8serve.fp8.spec import MXFP8, UNQUANTIZED, ElementFormat, QuantSpec, RecipeSpecs, ScaleFormat, specs_of
+from fp8serve.fp8.spec import (
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    UNQUANTIZED,
+    ElementFormat,
+    QuantSpec,
+    RecipeSpecs,
+    ScaleFormat,
+    specs_of,
+)
 
 AmaxAlgo = RuleName | Callable[[Any], Any]
 ScaleAlgo = Callable[[Any, Any, float, Any], Any]
 Precisions = tuple[bool, bool, bool]
 Fp8Name = Literal["delayed", "current", "rowwise", "block", "mxfp8"]  # command-line names of the recipes for training
 RecipeName = Literal[Fp8Name, "bf16"]
-ServedName = Literal[Fp8Name, "w8a16"]  # command-line names of the recipes for serving
+# command-line names of the recipes for serving
+ServedName = Literal[Fp8Name, "w8a16", "nvfp4-w4a16", "mxfp4-w4a16"]
 RecipeChoice = Literal["stored", ServedName, "bf16"]  # "stored": the recipe of the model directory
 HeadDtype = Literal["bf16", "fp8"]  # the dtype of the lm_head weight, which the recipe does not determine
 
@@ -249,7 +260,36 @@ class Float8WeightOnly(_HasSpecs):
         self._set_specs(specs_of(UNQUANTIZED, "bf16", weight))
 
 
-Recipe = DelayedScaling | Float8CurrentScaling | Float8BlockScaling | MXFP8BlockScaling | Float8WeightOnly
+@dataclass(frozen=True)
+class Float4WeightOnly(_HasSpecs):
+    """Weight-only quantization to 4 bits: E2M1 weights and BF16 activations. The recipe is for serving and cannot
+    train.
+
+    Args:
+        format: "nvfp4" has an E4M3 scale for 16 consecutive elements and an FP32 scale for the tensor; "mxfp4" has a
+            power of two for 32 consecutive elements.
+        four_over_six: Whether the largest element of an NVFP4 block becomes 4 instead of 6 where that reduces the
+            squared error of the block: 4 has closer neighbours than 6.
+    """
+
+    format: Literal["nvfp4", "mxfp4"] = "nvfp4"
+    four_over_six: bool = False
+    fp8_format: ClassVar[Format] = Format.E4M3  # of an FP8 KV cache
+    override_linear_precision: ClassVar[Precisions] = (False, False, False)
+
+    def __post_init__(self) -> None:
+        _check_flags(self, "four_over_six")
+        if self.format not in ("nvfp4", "mxfp4"):
+            raise RecipeError(f'format must be "nvfp4" or "mxfp4", found {self.format!r}.')
+        if self.four_over_six and self.format == "mxfp4":
+            raise RecipeError("four_over_six needs the format nvfp4: the scales of mxfp4 are powers of two.")
+        weight = MXFP4 if self.format == "mxfp4" else replace(NVFP4, four_over_six=self.four_over_six)
+        self._set_specs(specs_of(UNQUANTIZED, "bf16", weight))
+
+
+Recipe = (
+    DelayedScaling | Float8CurrentScaling | Float8BlockScaling | MXFP8BlockScaling | Float8WeightOnly | Float4WeightOnly
+)
 
 _CLASSES: dict[str, type[Recipe]] = {c.__name__: c for c in get_args(Recipe)}
 _NAMED: dict[ServedName, tuple[type[Recipe], dict[str, Any]]] = {
@@ -259,6 +299,8 @@ _NAMED: dict[ServedName, tuple[type[Recipe], dict[str, Any]]] = {
     "block": (Float8BlockScaling, {}),
     "mxfp8": (MXFP8BlockScaling, {}),
     "w8a16": (Float8WeightOnly, {}),
+    "nvfp4-w4a16": (Float4WeightOnly, {"format": "nvfp4"}),
+    "mxfp4-w4a16": (Float4WeightOnly, {"format": "mxfp4"}),
 }
 # Parameters that did not exist in the first version, with the value that gives its behavior. JSON contains such a
 # parameter only if it has another value, so that older versions can read the files.
@@ -281,7 +323,7 @@ def depends_on_batch(recipe: Recipe | None) -> bool:
 
 def can_train(recipe: Recipe | None) -> bool:
     """Returns whether a model can be trained with the recipe, or in high precision if it is None."""
-    return not isinstance(recipe, Float8WeightOnly)
+    return not isinstance(recipe, Float8WeightOnly | Float4WeightOnly)
 
 
 def as_delayed(recipe: Recipe | None) -> DelayedScaling | None:
@@ -337,6 +379,8 @@ def name_of(recipe: Recipe | None) -> str:
         return "bf16"
     if isinstance(recipe, Float8CurrentScaling):
         return "rowwise" if recipe.granularity == "row" else "current"
+    if isinstance(recipe, Float4WeightOnly):
+        return f"{recipe.format}-w4a16"
     return next(name for name, (cls, _) in _NAMED.items() if isinstance(recipe, cls))
 
 

@@ -15,10 +15,12 @@ from typing import Literal, get_args
 
 from fp8serve.errors import RecipeError
 
-ElementFormat = Literal["e4m3", "e5m2", "bf16"]  # "bf16": the tensor is not quantized; GEMMs read it in BF16
-Granularity = Literal["tensor", "row", "block1x128", "block128x128", "block1x32"]
-# "power_of_2": an FP32 number, rounded down to a power of two; "e8m0": a power of two in one byte, as in MXFP8
-ScaleFormat = Literal["fp32", "power_of_2", "e8m0"]
+# "bf16": the tensor is not quantized; GEMMs read it in BF16. "e2m1": 4 bits, for weights only
+ElementFormat = Literal["e4m3", "e5m2", "bf16", "e2m1"]
+Granularity = Literal["tensor", "row", "block1x128", "block128x128", "block1x32", "block1x16"]
+# "power_of_2": an FP32 number, rounded down to a power of two; "e8m0": a power of two in one byte, as in MXFP8;
+# "e4m3": an E4M3 number for each block, times one FP32 number for the tensor, as in NVFP4
+ScaleFormat = Literal["fp32", "power_of_2", "e8m0", "e4m3"]
 ScaleSource = Literal["delayed", "current", "stored"]  # scaling states, the tensor's own amax, or a file
 
 Block = tuple[int | None, int | None]  # the numbers of rows and columns that share a scale; None: all of them
@@ -30,6 +32,7 @@ _BLOCKS: dict[Granularity, Block] = {
     "block1x128": (1, 128),
     "block128x128": (128, 128),
     "block1x32": (1, 32),
+    "block1x16": (1, 16),
 }
 
 
@@ -41,6 +44,7 @@ class QuantSpec:
     granularity: Granularity = "tensor"
     scale_format: ScaleFormat = "fp32"
     source: ScaleSource = "current"
+    four_over_six: bool = False  # NVFP4: the cast chooses between two scales for every block (ops/e2m1.py)
 
     def __post_init__(self) -> None:
         _check("element format", self.element, get_args(ElementFormat))
@@ -51,11 +55,28 @@ class QuantSpec:
             raise RecipeError(
                 f"Only blocks of 1x32 have E8M0 scales, found {self.granularity} and {self.scale_format}."
             )
+        if len({self.scale_format == "e4m3", self.granularity == "block1x16", self.is_4bit and not self.is_mx}) > 1:
+            raise RecipeError(
+                "Only e2m1 in blocks of 1x16 has E4M3 scales, and e2m1 has no scales but those and E8M0, found "
+                f"{self.element}, {self.granularity} and {self.scale_format}."
+            )
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the tensor is quantized to FP8, and does not stay in BF16."""
-        return self.element != "bf16"
+        """Whether the tensor is quantized to FP8, and neither to 4 bits nor left in BF16."""
+        return self.element in ("e4m3", "e5m2")
+
+    @property
+    def is_4bit(self) -> bool:
+        """Whether the tensor is quantized to E2M1, two elements in a byte."""
+        return self.element == "e2m1"
+
+    @property
+    def name(self) -> str:
+        """The name of the format for messages: "NVFP4", "MXFP4", "MXFP8" or "FP8"."""
+        if self.is_4bit:
+            return "MXFP4" if self.is_mx else "NVFP4"
+        return "MXFP8" if self.is_mx else "FP8"
 
     @property
     def block(self) -> Block:
@@ -129,6 +150,8 @@ def _num_blocks(size: int, block: int | None) -> int:
 
 UNQUANTIZED = QuantSpec("bf16")
 MXFP8 = QuantSpec(granularity="block1x32", scale_format="e8m0")
+MXFP4 = QuantSpec("e2m1", "block1x32", "e8m0")
+NVFP4 = QuantSpec("e2m1", "block1x16", "e4m3")
 _WEIGHTS = (QuantSpec(), QuantSpec(granularity="row"), QuantSpec(granularity="block128x128"))
 LINEAR_TENSORS = ("input", "weight", "grad_output")
 ATTENTION_TENSORS = ("q", "k", "v", "p", "grad_output", "grad_scores")
@@ -136,7 +159,7 @@ CACHE: Mapping[str, QuantSpec] = {"k": QuantSpec(source="stored"), "v": QuantSpe
 
 
 def weight_specs(is_mx: bool) -> Sequence[QuantSpec]:
-    """Returns the specs of weights that files may have: in MX blocks, or with FP32 scales."""
+    """Returns the specs of FP8 weights that files may have: in MX blocks, or with FP32 scales."""
     return (MXFP8,) if is_mx else _WEIGHTS
 
 

@@ -37,7 +37,10 @@ def can_stack(experts: Sequence[nn.Module], names: Sequence[str]) -> bool:
 
 
 def _supports_grouped_mm(layer: FrozenLinear) -> bool:
-    """Returns whether grouped_mm supports the operands: on a GPU neither inputs in BF16 nor MX blocks."""
+    """Returns whether grouped_mm supports the operands: no 4-bit weights, and on a GPU neither inputs in BF16 nor MX
+    blocks."""
+    if layer.is_4bit:
+        return False
     is_mx = layer.weight_scale_inv.dtype is E8M0
     return not layer.weight_q.is_cuda or (layer.input_spec.is_fp8 and not is_mx)
 

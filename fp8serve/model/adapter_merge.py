@@ -22,16 +22,16 @@ from torch import Tensor
 
 from fp8serve import __version__
 from fp8serve.errors import ModelError
-from fp8serve.fp8.casting import cast_current_rowwise
-from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0, dequantize, expand, saturating_cast
-from fp8serve.fp8.spec import MXFP8
+from fp8serve.fp8.casting import QuantizedWeight, cast_weight
+from fp8serve.fp8.ops.arithmetic import BLOCK, expand, saturating_cast
+from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.adapters import LinearAdapter, read_adapter
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.format_conversion import (
     collect_scales,
     detect_format,
-    expand_scale,
+    expanded_weight,
     infer_recipe,
     read_matching_state,
 )
@@ -125,11 +125,11 @@ def merge(
     recipe = infer_recipe(checkpoint, fp8_linears, format)
     state = read_matching_state(checkpoint, recipe) or collect_scales(checkpoint, fp8_linears, recipe)
     spec = recipe.specs.linear["weight"]
-    quantized = {name: (linear.weight_q, expand_scale(linear, spec)) for name, linear in fp8_linears.items()}
+    quantized = {name: expanded_weight(linear, spec) for name, linear in fp8_linears.items()}
     for name in adapters.keys() & fp8_linears.keys():
-        quantized[name], losses[name] = _merge_fp8(*quantized[name], adapters[name])
+        quantized[name], losses[name] = _merge_quantized(quantized[name], spec, adapters[name])
         if losses[name].rescaled:
-            state = _replace_weight_scale(state, f"{name}.weight", quantized[name][1])
+            state = _replace_weight_scale(state, f"{name}.weight", quantized[name].scale_inv)
     _check_loss(total_loss(losses), max_lost_fraction)
     write_calibrated(
         out,
@@ -153,19 +153,22 @@ def _check_loss(loss: RoundingLoss, max_lost_fraction: float) -> None:
         )
 
 
-def _merge_fp8(q: Tensor, scale_inv: Tensor, adapter: LinearAdapter) -> tuple[tuple[Tensor, Tensor], RoundingLoss]:
-    """Merges an FP8 weight with its adapter and returns (FP8 weight, dequantizing scales) and the loss."""
-    base = dequantize(q, scale_inv)
+def _merge_quantized(
+    weight: QuantizedWeight, spec: QuantSpec, adapter: LinearAdapter
+) -> tuple[QuantizedWeight, RoundingLoss]:
+    """Merges a weight with its adapter and returns the quantized weight and the loss."""
+    q, scale_inv, _ = weight
+    base = weight.dequantize()
     expected = apply_adapter(base, adapter)
-    if scale_inv.dtype == E8M0:
-        new_q, new_codes = cast_current_rowwise(expected, MXFP8)
-        changed = int((new_codes.view(torch.uint8) != scale_inv.view(torch.uint8)).sum())
-        return (new_q, new_codes), RoundingLoss.measure(base, expected, dequantize(new_q, new_codes), changed)
+    if spec.is_mx or spec.is_4bit:
+        new = cast_weight(expected, spec)
+        changed = int((new.scale_inv.view(torch.uint8) != scale_inv.view(torch.uint8)).sum())
+        return new, RoundingLoss.measure(base, expected, new.dequantize(), changed)
     # each scale is doubled until its tensor, row or block of `expected` is in the range of E4M3
     amax = _amax(expected, scale_inv)
     new_scale_inv = scale_inv * torch.exp2((amax / scale_inv / SATURATION_LIMIT).log2().ceil().clamp_min(0))
-    result = saturating_cast(expected / expand(new_scale_inv, *q.shape), E4M3), new_scale_inv
-    return result, RoundingLoss.measure(base, expected, dequantize(*result), int((new_scale_inv != scale_inv).sum()))
+    result = QuantizedWeight(saturating_cast(expected / expand(new_scale_inv, *q.shape), E4M3), new_scale_inv)
+    return result, RoundingLoss.measure(base, expected, result.dequantize(), int((new_scale_inv != scale_inv).sum()))
 
 
 def _amax(weight: Tensor, scale_inv: Tensor) -> Tensor:

@@ -274,7 +274,7 @@ class _Freezer:
         return self._frozen(linear, StoredLinear(weight_q, weight_scale_inv, input_scale, interop.STATIC))
 
     def _frozen(self, linear: str, matrix: StoredLinear) -> FrozenLinear:
-        bias = f"{linear}.bias"
+        bias, global_scale = f"{linear}.bias", matrix.weight_global_scale
         return FrozenLinear(
             matrix.weight_q.to(self.device),
             matrix.weight_scale_inv.to(self.device),
@@ -282,6 +282,7 @@ class _Freezer:
             None if matrix.input_scale is None else matrix.input_scale.to(self.device),
             matrix.input_spec,
             out_dtype=self.dtype,
+            weight_global_scale=None if global_scale is None else global_scale.to(self.device),
         )
 
     def _high_precision_linear(self, linear: str) -> nn.Linear:

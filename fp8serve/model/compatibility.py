@@ -15,6 +15,8 @@ programs' own code. There are four cases:
   compressed-tensors (tested with benchmarks/peer_programs/vllm_loads.py).
 """
 
+import torch
+
 from fp8serve.fp8.spec import MXFP8
 from fp8serve.model.config.model_config import is_expert
 from fp8serve.model.formats.interop import BLOCKED_WEIGHT, PER_TOKEN
@@ -48,12 +50,13 @@ def compatibility_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         notes.append(MODELOPT_NOTE)
     elif producer == "fp8" and str(checkpoint.scale_key(checkpoint.fp8_linears[0], "weight")).endswith("weight_scale"):
         notes.append(SCALE_NAMES_NOTE)
-    if partial := [name for name in checkpoint.fp8_linears if _has_partial_block(checkpoint, name)]:
+    fp8 = [n for n in checkpoint.fp8_linears if checkpoint.shards.entries[f"{n}.weight"].dtype is torch.float8_e4m3fn]
+    if partial := [name for name in fp8 if _has_partial_block(checkpoint, name)]:
         rows, cols = checkpoint.shapes[f"{partial[0]}.weight"]
         block = BLOCKED_WEIGHT.block[1]
         note = PARTIAL_BLOCK_NOTE.format(count=len(partial), name=partial[0], rows=rows, cols=cols, block=block)
         notes.append(note)
-    if any(is_expert(name) and _fails_in_vllm(checkpoint, name) for name in checkpoint.fp8_linears):
+    if any(is_expert(name) and _fails_in_vllm(checkpoint, name) for name in fp8):
         notes.append(EXPERTS_NOTE)
     return tuple(notes)
 

@@ -7,11 +7,12 @@ to the CPU without notice would make it a hundred times slower. The choice does 
 in training.
 
 The estimate follows from file headers and config.json. An FP8 recipe stores an element of a linear layer's weight in
-one byte and has an FP32 scale for each row. Embeddings, norms, routers and the `kv_b_proj` of latent attention are
-served in BF16, whatever dtype the file has. Linear layers are recognised by names and shapes, because building the
+one byte and has an FP32 scale for each row, and a recipe of 4 bits in half a byte with one byte for 16 or 32 elements.
+Embeddings, norms, routers and the `kv_b_proj` of latent attention are served in BF16, whatever dtype the file has. Linear layers are recognised by names and shapes, because building the
 network would need torch. Tensors that do not belong to the language model are not loaded and not counted.
 """
 
+import json
 import logging
 import math
 import re
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.cuda_support import Gpu, driver_version, incompatibility, library_path, read_build, visible_gpus
-from fp8serve.fp8.recipe import HeadDtype, from_json
+from fp8serve.fp8.recipe import HeadDtype, from_json, from_name
 from fp8serve.model.config.decoder import read_any_config
 from fp8serve.model.config.model_config import AnyConfig, ModelConfig
 from fp8serve.model.config.wrappers import is_wrapper, text_tensor_name
@@ -118,7 +119,6 @@ BF16_BYTES, FP32_BYTES = 2, 4
 _FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HIGH_PRECISION = re.compile(r"embed|wpe|wte|router|\.gate\.|shared_expert_gate|kv_b_proj|bias|norm")
-_FP4_BLOCKS = re.compile(r"[._](blocks|weight_packed)$")  # two elements in a byte, see formats/microscaling.py
 _SCALE = re.compile(r"scale")
 
 
@@ -140,7 +140,12 @@ class _Tensor:
 
     @property
     def elements(self) -> int:
-        return math.prod(self.shape) * (2 if _FP4_BLOCKS.search(self.name) else 1)
+        return math.prod(self.shape) * (2 if self.is_packed else 1)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte has two elements (formats/microscaling.py)."""
+        return self.dtype == "U8" and _SCALE.search(self.name) is None
 
 
 def estimate_weight_memory(
@@ -150,21 +155,24 @@ def estimate_weight_memory(
     config = read_any_config(model_dir)
     casts_linears = _casts_linears(model_dir, recipe, scales)
     tensors = list(_tensors(model_dir, config))
-    # MXFP4 weights are dequantized to BF16
-    has_fp4 = any(tensor.dtype == "U8" and not _SCALE.search(tensor.name) for tensor in tensors)
-    as_stored = recipe == "stored" and not casts_linears and not has_fp4
+    # MXFP4 weights that config.json does not name as such are dequantized to BF16
+    widens = any(tensor.is_packed for tensor in tensors) and not _serves_4_bits(model_dir)
+    as_stored = recipe == "stored" and not casts_linears and not widens
+    bits = _bits_of(recipe)
     served_bytes = cast_bytes = 0
     for tensor in tensors:
         if head == "fp8" and tensor.name == HEAD:  # freed after it was cast
             continue
         if _SCALE.search(tensor.name):
-            is_byte = tensor.dtype in ("U8", "F8_E8M0")
+            is_byte = tensor.dtype in ("U8", "F8_E8M0", "F8_E4M3")
             served_bytes += (1 if is_byte else FP32_BYTES) * tensor.elements if as_stored else 0
         elif _is_linear(tensor, config) and casts_linears:
-            cast_bytes += tensor.elements + FP32_BYTES * tensor.elements // tensor.shape[-1]
+            columns = tensor.shape[-1] * (2 if tensor.is_packed else 1)
+            row_scales = FP32_BYTES * tensor.elements // columns if bits == 8 else 0
+            cast_bytes += int(tensor.elements * bits / 8) + row_scales
         else:
-            is_fp8 = as_stored and tensor.dtype in _FP8_DTYPES
-            served_bytes += tensor.elements * (1 if is_fp8 else BF16_BYTES)
+            is_stored = as_stored and (tensor.dtype in _FP8_DTYPES or tensor.is_packed)
+            served_bytes += math.prod(tensor.shape) if is_stored else tensor.elements * BF16_BYTES
     if head == "fp8" and isinstance(config, ModelConfig):  # FP8 elements, and an FP32 scale for each row
         served_bytes += config.vocab_size * (config.hidden_size + FP32_BYTES)
     served_bytes += cast_bytes
@@ -180,6 +188,23 @@ def _casts_linears(model_dir: Path, recipe: str, scales: str | None) -> bool:
     if recipe == "stored":
         return scales is not None or present(model_dir / SCALES)
     return recipe != "bf16"
+
+
+def _bits_of(recipe: str) -> float:
+    """Returns the number of bits of an element of a weight that the recipe casts, with its share of block scales."""
+    text = recipe.lstrip()
+    parsed = from_json(text) if text.startswith("{") else from_name(recipe) if recipe != "stored" else None
+    weight = None if parsed is None else parsed.specs.linear["weight"]
+    return 8 if weight is None or not weight.is_4bit else 4 + 8 / (weight.block[1] or 1)
+
+
+def _serves_4_bits(model_dir: Path) -> bool:
+    """Whether config.json names a group of layers whose weights have 4 bits."""
+    config = read_json(model_dir / "config.json", ModelError).get("quantization_config")
+    text = json.dumps(config) if isinstance(config, dict) else ""
+    side_car = model_dir / "hf_quant_config.json"
+    text += json.dumps(read_json(side_car, ModelError)) if not text and present(side_car) else ""
+    return re.search(r'"num_bits": 4\b|"quant_algo": "[^"]*(NV|MX)FP4"', text, re.IGNORECASE) is not None
 
 
 def _tensors(model_dir: Path, config: AnyConfig) -> Iterator[_Tensor]:

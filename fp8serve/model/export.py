@@ -1,4 +1,4 @@
-"""Writes a model directory atomically, in high precision or in one of three FP8 formats.
+"""Writes a model directory atomically, in high precision or in one of three formats of FP8 and 4-bit weights.
 
 Weights are streamed. Their sizes follow from shapes, so each shard's header is written first, and then one tensor after
 another at its offset. At most one tensor is in memory in both precisions, and pages of the source's file are released.
@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
-from fp8serve.fp8.casting import SCALE_DTYPES, cast_current_rowwise
+from fp8serve.fp8.casting import SCALE_DTYPES, QuantizedWeight, cast_weight
 from fp8serve.fp8.layer_inputs import check_whole_blocks
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.building import build_any_on_meta, transposed_linears
@@ -32,7 +32,7 @@ from fp8serve.model.config.mixture import needs_fp32
 from fp8serve.model.config.model_config import AnyConfig
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.formats import FORMATS
-from fp8serve.model.formats.interop import to_dequantizing_scale
+from fp8serve.model.formats.interop import ENCODING_GLOBAL, to_dequantizing_scale
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
 from fp8serve.model.network.experts import router_names
@@ -110,7 +110,7 @@ def write_calibrated(
     scales: ScalingCheckpoint,
     *,
     weights: Mapping[str, Tensor] | None = None,
-    quantized: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    quantized: Mapping[str, QuantizedWeight] | None = None,
     matrices: Mapping[str, StoredLinear] | None = None,
     high_precision: Sequence[str] = (),
     format: str = "compressed-tensors",
@@ -123,7 +123,7 @@ def write_calibrated(
         source: directory with the configuration and the tokenizer, and with the weights if `weights` is None
         scales: its recipe decides the granularity; `DelayedScaling` also takes input and weight scales from it
         weights: high-precision tensors by parameter name, such as `dict(model.named_parameters())` after training
-        quantized: (FP8 weight, dequantizing scale) by linear layer, for layers that are not quantized here
+        quantized: weights by linear layer, for layers that are not quantized here
         matrices: FP8 matrices that are no linear layers, written unchanged; all others are in high precision
         high_precision: linear layers that are not quantized
         format: one of FORMATS
@@ -163,7 +163,7 @@ class _Quantizer:
         self,
         config: Mapping[str, Any],
         weights: Mapping[str, Tensor],
-        quantized: Mapping[str, tuple[Tensor, Tensor]],
+        quantized: Mapping[str, QuantizedWeight],
         matrices: Mapping[str, StoredLinear],
         high_precision: Sequence[str],
         scales: ScalingCheckpoint,
@@ -205,36 +205,55 @@ class _Quantizer:
             yield self._scale_item(f"{owner}.{role}_scale", entry.scale)
 
     def _linear_items(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
-        scale_shape = self._scale_shape(self.weight_spec, *shape)
         check_whole_blocks(self.recipe, shape[1], linear)
         from_file = linear in self.quantized
-        yield _Item(f"{linear}.weight", torch.float8_e4m3fn, shape, lambda: self.quantize(linear)[0], None, from_file)
-        scale_name = self._scale_name(linear, self.weight_spec)
-        scale_dtype = _scale_dtype(self.weight_spec)
-        make = lambda: self.quantize(linear)[1].view(scale_dtype).reshape(scale_shape)  # noqa: E731
-        yield _Item(scale_name, scale_dtype, scale_shape, make)
+        yield from self._weight_items(linear, self.weight_spec, shape, lambda: self.quantize(linear), from_file)
         if self.input_spec.source == "delayed":
             yield self._scale_item(f"{linear}.input_scale", self.scales.tensors[f"{linear}.input"].scale)
 
     def _matrix_items(self, name: str, matrix: StoredLinear) -> Iterator[_Item]:
-        """Yields the FP8 elements and the scales of a matrix unchanged, under the names of this format."""
-        spec, shape = matrix.specs[1], tuple(matrix.weight_q.shape)
-        scale_shape = self._scale_shape(spec, *shape)
-        scale = matrix.weight_scale_inv.view(_scale_dtype(spec)).reshape(scale_shape)
-        yield _Item(f"{name}.weight", torch.float8_e4m3fn, shape, lambda: matrix.weight_q, from_file=True)
-        yield _Item(self._scale_name(name, spec), scale.dtype, scale_shape, lambda: scale)
+        """Yields the elements and the scales of a matrix unchanged, under the names of this format."""
+        shape = self.shapes[f"{name}.weight"]
+        yield from self._weight_items(name, matrix.specs[1], shape, lambda: matrix.quantized_weight, from_file=True)
         if matrix.input_scale is not None:
             yield self._scale_item(f"{name}.input_scale", matrix.input_scale)
 
-    def _quantize(self, linear: str) -> tuple[Tensor, Tensor]:
-        """Returns (weight_q, dequantizing scale), computed as serving and training do unless the caller passed them."""
+    def _weight_items(
+        self, name: str, spec: QuantSpec, shape: tuple[int, ...], weight: Callable[[], QuantizedWeight], from_file: bool
+    ) -> Iterator[_Item]:
+        """Yields the elements and the scales of a weight [N, K], which `weight` returns."""
+        scale_shape, scale_dtype = self._scale_shape(spec, *shape), _scale_dtype(spec)
+        suffix = "_packed" if spec.is_4bit and self.format == "compressed-tensors" else ""
+        dtype = torch.uint8 if spec.is_4bit else torch.float8_e4m3fn
+        shape = (shape[0], shape[1] // 2) if spec.is_4bit else shape
+        yield _Item(f"{name}.weight{suffix}", dtype, shape, lambda: weight().q, None, from_file)
+        make = lambda: weight().scale_inv.view(scale_dtype).reshape(scale_shape)  # noqa: E731
+        yield _Item(self._scale_name(name, spec), scale_dtype, scale_shape, make)
+        if spec.scale_format == "e4m3":
+            yield self._global_scale_item(name, weight, from_file)
+
+    def _global_scale_item(self, name: str, weight: Callable[[], QuantizedWeight], from_file: bool) -> _Item:
+        """Returns the item of the second scale in NVFP4, which compressed-tensors stores as a quantizing one."""
+
+        def scale() -> Tensor:
+            return cast(Tensor, weight().global_scale)
+
+        if self.format == "modelopt":
+            return _Item(f"{name}.weight_scale_2", torch.float32, (), scale)
+        if from_file:
+            return self._scale_item(f"{name}{ENCODING_GLOBAL}", scale())
+        # no note, which would need the weight now: the cast's scale is the reciprocal of the number that is stored
+        return _Item(f"{name}{ENCODING_GLOBAL}", torch.float32, (1,), lambda: scale().reciprocal().reshape(1))
+
+    def _quantize(self, linear: str) -> QuantizedWeight:
+        """Returns the weight, quantized as serving and training do unless the caller passed it."""
         if linear in self.quantized:
             return self.quantized[linear]
         weight = _checked_weight(self.weights, f"{linear}.weight", self.shapes[f"{linear}.weight"])
         if self.weight_spec.source == "delayed":
-            result = ops.quantize(weight, scale=self.scales.weight_scale(linear))
+            result = QuantizedWeight(*ops.quantize(weight, scale=self.scales.weight_scale(linear)))
         else:
-            result = cast_current_rowwise(weight, self.weight_spec)
+            result = cast_weight(weight, self.weight_spec)
         if self.from_file:
             release_pages(weight)
         return result
@@ -253,7 +272,7 @@ class _Quantizer:
         return (1,) if self.format == "compressed-tensors" else ()
 
     def _scale_item(self, name: str, scale: Tensor) -> _Item:
-        """Returns the item of a quantizing scale, which the formats store as a dequantizing one."""
+        """Returns the item of a scale whose reciprocal the formats store."""
         value, note = to_dequantizing_scale(scale)
         return _Item(name, torch.float32, self._scalar_shape, lambda: value.reshape(self._scalar_shape), note)
 

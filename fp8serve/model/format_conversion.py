@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fp8serve import __version__
 from fp8serve.errors import Fp8ServeError, ModelError
+from fp8serve.fp8.casting import QuantizedWeight
 from fp8serve.fp8.recipe import (
     DelayedScaling,
+    Float4WeightOnly,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8WeightOnly,
@@ -48,7 +48,7 @@ _RECIPES: dict[QuantSpec, tuple[Recipe, ...]] = {
     STATIC: (DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=1, weight_granularity="row")),
     PER_TOKEN: (Float8CurrentScaling(granularity="row"),),
     QuantSpec(): (_CURRENT,),
-    UNQUANTIZED: (Float8WeightOnly(),),
+    UNQUANTIZED: (Float8WeightOnly(), Float4WeightOnly("nvfp4"), Float4WeightOnly("mxfp4")),
     BLOCKED_INPUT: (Float8BlockScaling(),),
     MXFP8: (MXFP8BlockScaling(),),
 }
@@ -80,7 +80,7 @@ def _write(out: Path | str, checkpoint: Checkpoint, linears: _Linears, state: Sc
         out,
         checkpoint.path,
         state,
-        quantized={name: (linear.weight_q, expand_scale(linear, weight)) for name, linear in linears.items()},
+        quantized={name: expanded_weight(linear, weight) for name, linear in linears.items()},
         matrices=checkpoint.read_fp8(checkpoint.fp8_matrices),
         high_precision=checkpoint.high_precision_linears,
         format=format,
@@ -120,16 +120,20 @@ def infer_recipe(checkpoint: Checkpoint, linears: _Linears, format: str) -> Reci
 
 def _has_layout(linears: _Linears, recipe: Recipe) -> bool:
     spec = recipe.specs.linear["weight"]
-    if any(linear.specs[1].is_mx is not spec.is_mx for linear in linears.values()):
+    if any(linear.specs[1].name != spec.name for linear in linears.values()):
         return False
+    if spec.is_4bit:
+        return True
     shapes = ((linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)) for linear in linears.values())
     return all(scale.numel() == 1 or tuple(scale.shape) == shape for scale, shape in shapes)
 
 
-def expand_scale(linear: StoredLinear, spec: QuantSpec) -> Tensor:
-    """Returns the weight's scales in the shape of `spec`; a single scale is repeated."""
-    scale, shape = linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)
-    return scale.reshape(()).repeat(shape) if scale.numel() == 1 else scale
+def expanded_weight(linear: StoredLinear, spec: QuantSpec) -> QuantizedWeight:
+    """Returns the weight with its scales in the shape of `spec`; a single FP32 scale is repeated."""
+    weight = linear.quantized_weight
+    if weight.scale_inv.numel() != 1 or spec.is_4bit:
+        return weight
+    return weight._replace(scale_inv=weight.scale_inv.reshape(()).repeat(spec.scale_shape(*weight.q.shape)))
 
 
 def detect_format(source: Path) -> str:

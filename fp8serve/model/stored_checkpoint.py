@@ -8,15 +8,15 @@ to which it is tied.
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import ModelError, ScalesError
-from fp8serve.fp8 import ops
-from fp8serve.fp8.spec import UNQUANTIZED, QuantSpec, weight_specs
+from fp8serve.fp8.casting import QuantizedWeight
+from fp8serve.fp8.spec import MXFP4, NVFP4, UNQUANTIZED, QuantSpec, weight_specs
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model.building import Model, build_any_on_meta
 from fp8serve.model.config.decoder import read_any_config
@@ -25,7 +25,7 @@ from fp8serve.model.config.model_config import AnyConfig, ModelConfig
 from fp8serve.model.config.wrappers import open_text_shards, read_text_config
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import Quantization, ScaleKey
-from fp8serve.model.formats.microscaling import MxShards, dequantize_mx
+from fp8serve.model.formats.microscaling import MxShards, dequantize_mx, with_weight_names
 from fp8serve.model.formats.scales import COPY_TOLERANCE, FILE_NAME, ScalingCheckpoint
 from fp8serve.model.formats.stacked_experts import split_stacked_experts
 from fp8serve.model.formats.torchao import with_canonical_names
@@ -42,25 +42,33 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """A linear layer, or another matrix, that a directory stores in FP8."""
+    """A linear layer, or another matrix, that a directory stores in FP8 or in 4 bits."""
 
-    weight_q: Tensor  # E4M3 [N, K], a view of the mapped file
-    # dequantizing scales: FP32 [], [N, 1] or [ceil(N / 128), ceil(K / 128)], or E8M0 [N, K / 32]
+    weight_q: Tensor  # E4M3 [N, K] or E2M1 codes uint8 [N, K / 2], a view of the mapped file
+    # dequantizing scales: FP32 [], [N, 1] or [ceil(N / 128), ceil(K / 128)], or E8M0 [N, K / 32]; of E2M1 codes E8M0 or
+    # E4M3 [N, K / 16]
     weight_scale_inv: Tensor
     input_scale: Tensor | None  # quantizing FP32 scale []; None if inputs are quantized dynamically or not at all
     input_spec: QuantSpec  # how inputs are quantized
     is_embedding: bool = False
+    weight_global_scale: Tensor | None = None  # of NVFP4, dequantizing FP32 []
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight:
+        return QuantizedWeight(self.weight_q, self.weight_scale_inv, self.weight_global_scale)
 
     def weight(self) -> Tensor:
         """Returns the weight dequantized to FP32 [N, K]."""
-        return ops.dequantize(self.weight_q, self.weight_scale_inv)
+        return self.quantized_weight.dequantize()
 
     @property
     def specs(self) -> tuple[QuantSpec | None, QuantSpec]:
         """Returns how inputs and weight are quantized; the first is None for an embedding."""
-        shape = tuple(self.weight_scale_inv.shape)
-        specs = weight_specs(self.weight_scale_inv.dtype is torch.float8_e8m0fnu)
-        weight = next(spec for spec in specs if spec.scale_shape(*self.weight_q.shape) == shape)
+        shape, is_mx = tuple(self.weight_scale_inv.shape), self.weight_scale_inv.dtype is torch.float8_e8m0fnu
+        if self.weight_q.dtype is torch.uint8:
+            weight = MXFP4 if is_mx else NVFP4
+        else:
+            weight = next(s for s in weight_specs(is_mx) if s.scale_shape(*self.weight_q.shape) == shape)
         return None if self.is_embedding else self.input_spec, weight
 
 
@@ -106,9 +114,11 @@ class Checkpoint(Mapping[str, Tensor]):
         if state is not None and f"{state[0].rpartition('.')[0]}.weight" in self.shapes:
             return  # a scaling state that `save_pretrained` of a model converted for FP8 training wrote
         if key in self.shapes:
-            shape = self.shards.entries[key].shape
-            if shape != self.shapes[key]:
-                expected = list(self.shapes[key])
+            entry, expected = self.shards.entries[key], list(self.shapes[key])
+            shape = entry.shape
+            if entry.dtype is torch.uint8 and len(expected) == 2:  # two elements in a byte
+                expected[1] //= 2
+            if list(shape) != expected:
                 raise ModelError(f"{self.path}: {key} has the shape {list(shape)}; config.json requires {expected}.")
             return
         scale = interop.parse_scale_key(key)
@@ -152,11 +162,13 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def _is_fp8(self, name: str) -> bool:
         dtype = self.shards.entries[name].dtype
-        if dtype is torch.float8_e4m3fn:
+        is_4bit = dtype is torch.uint8 and name.endswith(".weight")
+        if dtype is torch.float8_e4m3fn or is_4bit:
+            kind = "packed" if is_4bit else "FP8"
             if ScaleKey(name.removesuffix(".weight"), "weight") not in self._scales:
-                raise ModelError(f"{self.path}: {name} is FP8 but has no weight_scale.")
+                raise ModelError(f"{self.path}: {name} is {kind} but has no weight_scale.")
             if len(self.shapes[name]) != 2:
-                raise ModelError(f"{self.path}: {name} is FP8 and not a matrix; store it in BF16.")
+                raise ModelError(f"{self.path}: {name} is {kind} and not a matrix; store it in BF16.")
             return True
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(f"{self.path}: {name} is stored as {type_name(dtype)}, which is not supported.")
@@ -223,10 +235,17 @@ class Checkpoint(Mapping[str, Tensor]):
         """Returns the FP8 matrix of that name, or None if it is in high precision. Raises ModelError if its scales
         are missing or unusable."""
         name = f"{linear}.weight"
-        if name not in self.shards.entries or self.shards.entries[name].dtype is not torch.float8_e4m3fn:
+        dtype = self.shards.entries[name].dtype if name in self.shards.entries else None
+        if dtype is torch.uint8:
+            return self._4bit_matrix(linear)
+        if dtype is not torch.float8_e4m3fn:
             return None
         if self.quantization is None:
             raise ModelError(f"{self.path}: {name} is FP8 but config.json has no quantization_config.")
+        if (second := self.scale_key(linear, "global")) is not None:
+            raise ModelError(
+                f"{self.path}: {name} is FP8 and has {second}, which only NVFP4 has; write the model again."
+            )
         is_embedding = linear in self._embeddings
         spec = UNQUANTIZED if is_embedding else self.quantization.require_scheme(linear).input_spec
         key = self._scales[ScaleKey(linear, "weight")]
@@ -237,6 +256,29 @@ class Checkpoint(Mapping[str, Tensor]):
                 "that the layer is in MXFP8, whose scales are exponents of 8 bits."
             )
         return StoredLinear(self.shards[name], scale_inv, self._input_scale(linear, spec), spec, is_embedding)
+
+    def _4bit_matrix(self, linear: str) -> StoredLinear:
+        """Returns the matrix in MXFP4 or NVFP4. Raises ModelError if its scales are missing, unusable or contradict
+        config.json."""
+        name, key = f"{linear}.weight", self._scales[ScaleKey(linear, "weight")]
+        scale_inv = interop.to_4bit_scale_inv(key, self.shards[key], *self.shapes[name])
+        matrix = StoredLinear(self.shards[name], scale_inv, None, UNQUANTIZED, linear in self._embeddings)
+        scheme = None if self.quantization is None else self.quantization.find_scheme(linear)
+        spec = matrix.specs[1]
+        if scheme is None or scheme.weight_4bit != spec:
+            declared = "no group with it" if scheme is None else (scheme.weight_4bit or scheme.input_spec).name
+            raise ModelError(
+                f"{self.path}: {name} is in {spec.name} by the type of {key}, and config.json has {declared}; correct "
+                "quantization_config, or write the model again."
+            )
+        second = self.scale_key(linear, "global")
+        if (second is None) is not spec.is_mx:
+            problem = "lacks weight_global_scale" if second is None else f"has {second}, which MXFP4 does not have"
+            raise ModelError(f"{self.path}: {name} is in {spec.name} and {problem}; write the model again.")
+        if second is None:
+            return matrix
+        scale = interop.to_global_scale(second, self.shards[second], self.shards.entries[second].note)
+        return replace(matrix, weight_global_scale=scale)
 
     def read_fp8(self, names: Iterable[str]) -> dict[str, StoredLinear]:
         """Returns `fp8_matrix` of each of these names that is stored in FP8."""
@@ -267,7 +309,7 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     config = read_any_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
     shards, omitted_modules = open_text_shards(path)
-    shards = with_canonical_names(shards)
+    shards = with_weight_names(with_canonical_names(shards))
     if isinstance(config, ModelConfig):
         shards, predictors = without_predictors(shards, config)
         omitted_modules += predictors
@@ -278,8 +320,22 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
             f"{path}: config.json names {experts.count} experts in each of {len(experts.layers)} layers, and the files "
             f"hold only {len(shards)} tensors; config.json is wrong, or the checkpoint is incomplete."
         )
-    shards = dequantize_mx(shards, lambda name: quantization is not None and quantization.find_scheme(name) is not None)
+    shards = dequantize_mx(shards, lambda module, is_4bit: _runs_quantized(quantization, module, is_4bit))
     return Checkpoint(path, config, shards, quantization, omitted_modules)
+
+
+def _runs_quantized(quantization: Quantization | None, module: str, is_4bit: bool) -> bool:
+    """Returns whether config.json names the module, so that its MX weight is served as it is stored."""
+    scheme = None if quantization is None else quantization.find_scheme(module)
+    return scheme is not None and (scheme.weight_4bit is not None or not is_4bit)
+
+
+def dropped_inputs_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Returns a note if the file also has the inputs of layers in 4 bits."""
+    quantization = checkpoint.quantization
+    if quantization is None or not any(scheme.drops_inputs for _, scheme in quantization.groups):
+        return ()
+    return ("The model was made for inputs of 4 bits; fp8serve reads its 4-bit weights, and inputs stay in BF16.",)
 
 
 def matrices_notes(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:

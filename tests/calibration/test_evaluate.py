@@ -82,7 +82,7 @@ def test_recipes_and_scales_of_the_caller_are_used(model_dir: Path, fp8_dir: Pat
     assert with_file.quality.perplexity == pytest.approx(own.quality.perplexity, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["current", "rowwise", "block", "w8a16"])
+@pytest.mark.parametrize("name", ["current", "rowwise", "block", "w8a16", "nvfp4-w4a16"])
 def test_the_command_takes_every_recipe_that_needs_no_scales(
     name: str, model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

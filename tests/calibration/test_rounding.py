@@ -43,7 +43,7 @@ def divergence(folder: Path, model: Path) -> float:
     return kl
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block", "w8a16"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block", "w8a16", "nvfp4-w4a16", "mxfp4-w4a16"])
 def test_gptq_reduces_the_divergence_and_is_served_as_measured(recipe: str, model_dir: Path, tmp_path: Path) -> None:
     nearest = run(model_dir, tmp_path / "nearest", recipe).quality.kl_divergence
     report = run(model_dir, tmp_path / "gptq", recipe, rounding="gptq")

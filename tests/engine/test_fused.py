@@ -41,6 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
     "current": {"recipe": "current"},
     "block": {"recipe": "block"},
     "weights only": {"recipe": "w8a16"},
+    "weights in NVFP4": {"recipe": "nvfp4-w4a16"},
 }
 
 

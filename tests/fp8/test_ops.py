@@ -9,7 +9,7 @@ import fp8serve
 from fp8serve.errors import RecipeError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.ops import Case, arithmetic, cases, reference
-from fp8serve.fp8.ops.arithmetic import FP8_MAX
+from fp8serve.fp8.ops.arithmetic import E8M0, FP8_MAX
 
 OPCHECK_CASES = [
     (op, case)
@@ -53,7 +53,7 @@ def test_opcheck(op: str, case: Case) -> None:
     args = case.make()
     # torch's schema test compares inputs by arithmetic that FP8 tensors do not have
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if not any(isinstance(a, torch.Tensor) and a.dtype in FP8_MAX for a in args):
+    if not any(isinstance(a, torch.Tensor) and a.dtype in {*FP8_MAX, E8M0} for a in args):
         checks.append("test_schema")
     torch.library.opcheck(getattr(torch.ops.fp8serve, op).default, args, test_utils=checks)
 

@@ -96,7 +96,7 @@ def test_a_parameter_out_of_range_is_named(parameters: dict[str, object], senten
 
 
 def test_unknown_names_and_parameters_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"no recipe 'fast'; choose one of delayed, .*, w8a16, bf16"):
+    with pytest.raises(RecipeError, match=r"no recipe 'fast'; choose one of delayed, .*, mxfp4-w4a16, bf16"):
         from_name("fast")
     with pytest.raises(RecipeError, match=r"DelayedScaling has no parameter 'marign'"):
         from_name("delayed", marign=1)

@@ -85,6 +85,22 @@ def test_an_fp8_base_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) ->
     load_servable(tmp_path / "out")
 
 
+@pytest.mark.parametrize("kind", ["nvfp4-w4a16", "mxfp4-w4a16"])
+def test_a_base_of_4_bits_is_cast_again_and_keeps_other_layers(plain: Path, tmp_path: Path, kind: str) -> None:
+    scaling = recipe.from_name(kind)
+    calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16, recipe=scaling)  # type: ignore[arg-type]
+    losses = total_loss(merge(tmp_path / "base", adapter(tmp_path / "a", 0.1), tmp_path / "out", max_lost_fraction=1.0))
+    assert 0 < losses.error < 1.0
+    before, after = open_checkpoint(tmp_path / "base"), open_checkpoint(tmp_path / "out")
+    for name in before.fp8_linears:
+        old, new = before.fp8_matrix(name), after.fp8_matrix(name)
+        assert old is not None
+        assert new is not None
+        assert old.specs == new.specs
+        assert torch.equal(old.weight_q, new.weight_q) is (name != NAME)
+    load_servable(tmp_path / "out")
+
+
 @pytest.mark.parametrize("kind", ["delayed", "rowwise", "block"])
 def test_only_scales_that_are_too_small_are_recomputed(plain: Path, tmp_path: Path, kind: str) -> None:
     scaling = recipe.from_name(kind)

@@ -192,7 +192,7 @@ def edit_config(directory: Path, **values: Any) -> None:
         (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(3)}), "which LlamaForCausalLM does not"),
         (lambda t: t.update({"model.norm.bias": torch.ones(64)}), "holds the tensor model.norm.bias"),
         (lambda t: t.update({"model.norm.weight": torch.ones(64).to(torch.int32)}), "stored as int32"),
-        (lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale_2": torch.ones(1)}), "meaning is not known"),
+        (lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale_3": torch.ones(1)}), "meaning is not known"),
         (lambda t: t.update({"model.layers.0.mlp.up_proj.pre_quant_scale": torch.ones(1)}), "meaning is not known"),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),

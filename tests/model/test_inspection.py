@@ -90,14 +90,14 @@ def test_a_file_of_weights_on_its_own_marks_what_is_unknown_or_bad(calibrated: P
     path = calibrated / "model.safetensors"
     bad = {
         f"{LINEAR}.input_scale": torch.tensor([0.0]),
-        f"{LINEAR}.weight_scale_2": torch.ones(1),
+        f"{LINEAR}.weight_scale_3": torch.ones(1),
         f"{LINEAR}.output_scale": torch.ones(0),
     }
     save_file(load_file(path) | bad, path)
     problems = {key: scale["problem"] for key, scale in rows(inspect(path)).items() if scale["problem"]}
     assert problems == {
         f"{LINEAR}.input_scale": "holds 0.0, which cannot be served",
-        f"{LINEAR}.weight_scale_2": "has a meaning that is not known",
+        f"{LINEAR}.weight_scale_3": "has a meaning that is not known",
         f"{LINEAR}.output_scale": "has a meaning that is not known",
     }
 

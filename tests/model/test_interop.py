@@ -284,7 +284,7 @@ AO = ("quant_type", "default", "_data")
         (changed("fp8-block", "activation_scheme", to="static"), "activation_scheme 'static'"),
         (changed("fp8-static", "activation_scheme", to="often"), "activation_scheme 'often'"),
         (changed("fp8-block", "fmt", to="e5m2"), "fmt 'e5m2'"),
-        (changed("modelopt", "quant_algo", to="NVFP4"), "quant_algo 'NVFP4'"),
+        (changed("modelopt", "quant_algo", to="NVFP4_AWQ"), "quant_algo 'NVFP4_AWQ'"),
         (torchao("Int4WeightOnlyConfig"), "quant_type 'Int4WeightOnlyConfig'"),
         (changed("torchao-row", "quant_type", to={"default": 4}), "quant_type"),
         (changed("torchao-row", "quant_type", to="float8"), "quant_type 'float8'"),

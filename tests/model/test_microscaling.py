@@ -1,4 +1,4 @@
-"""MXFP8 layers are served, trained and written as such, MXFP4 weights run in BF16; E8M0 scales are powers of two."""
+"""MXFP8 and MXFP4 layers are served and written as such, MXFP8 is trained, too; E8M0 scales are powers of two."""
 
 import json
 import logging
@@ -17,7 +17,6 @@ from fp8serve.engine.loading import load
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import ModelError, RecipeError
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.ops import dequantize
 from fp8serve.fp8.ops.microscaling import dequantize_to_bf16
 from fp8serve.fp8.recipe import MXFP8BlockScaling
 from fp8serve.fp8.spec import MXFP8, UNQUANTIZED
@@ -96,18 +95,16 @@ def test_mx_weights_are_read_exactly(form: str, tmp_path: Path) -> None:
     expected = write_mx(tmp_path / "m", *FORMS[form])
     checkpoint = open_checkpoint(tmp_path / "m")
     is_mxfp8 = FORMS[form][0] == 8
-    assert sorted(checkpoint.fp8_linears) == (sorted(checkpoint.linears) if is_mxfp8 else [])
+    assert sorted(checkpoint.fp8_linears) == sorted(checkpoint.linears)
     for name, weight in expected.items():
-        assert checkpoint[name].dtype is (torch.float32 if is_mxfp8 else torch.bfloat16)
+        assert checkpoint[name].dtype is torch.float32
         assert torch.equal(checkpoint[name].float(), weight)
     served = load_servable(tmp_path / "m").get_submodule(LINEAR)
-    if isinstance(served, FrozenLinear):
-        assert served.input_spec == (UNQUANTIZED if "A16" in form else MXFP8)
-        assert served.weight_scale_inv.dtype is torch.float8_e8m0fnu
-        assert torch.equal(dequantize(served.weight_q, served.weight_scale_inv), expected[f"{LINEAR}.weight"])
-    else:
-        assert torch.equal(served.weight.float(), expected[f"{LINEAR}.weight"])
-    assert isinstance(served, FrozenLinear) is is_mxfp8
+    assert isinstance(served, FrozenLinear)
+    assert served.input_spec == (MXFP8 if is_mxfp8 and "A16" not in form else UNQUANTIZED)
+    assert served.weight_scale_inv.dtype is torch.float8_e8m0fnu
+    assert served.is_4bit is not is_mxfp8
+    assert torch.equal(served.quantized_weight.dequantize(), expected[f"{LINEAR}.weight"])
     assert isinstance(load_servable(tmp_path / "m", _rowwise()).get_submodule(LINEAR), FrozenLinear)
 
 
@@ -255,8 +252,10 @@ def test_what_is_written_is_what_is_served(format_: str, tmp_path: Path) -> None
         convert_format(tmp_path / "out", tmp_path / "fp8", "fp8")
 
 
-def test_the_engine_says_that_mxfp4_weights_run_in_bf16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_mx(tmp_path / "m", *FORMS["modelopt MXFP4"])
+def test_the_engine_says_that_mxfp4_weights_without_a_group_run_in_bf16(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_mx(tmp_path / "m", 4, {"quant_method": "mxfp4"}, "weight_scale", False)
     with caplog.at_level(logging.WARNING, "fp8serve.engine"):
         load(tmp_path / "m", EngineOptions(recipe="stored"))
     assert "are in MX blocks of 32 and run in BF16" in caplog.text

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("recipe", ["stored", "bf16", "current", "w8a16"])
+@pytest.mark.parametrize("recipe", ["stored", "bf16", "current", "w8a16", "nvfp4-w4a16"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_log_probs_of_a_directory_equal_the_engines(model: Path, recipe: str, cache: Any) -> None:
     engine = Engine(model, recipe=recipe, kv_cache_dtype=cache, max_batch_tokens=16)

@@ -42,10 +42,16 @@ def mx_codes(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
     The code of a zero amax is 0. An infinite amax has the code of 1: its block saturates.
     """
-    bits = largest.view(torch.int32)
-    rounds_up = (bits & 0x7FFFFF) > _MANTISSA_OF_MAX
-    code = ((bits >> 23) - _EXPONENT_OF_MAX[dtype] + rounds_up).clamp(min=0)
+    code = smallest_power(largest, _MANTISSA_OF_MAX, _EXPONENT_OF_MAX[dtype])
     return torch.where(largest.isinf(), ONE, code).to(torch.uint8)
+
+
+def smallest_power(largest: Tensor, mantissa: int, exponent: int) -> Tensor:
+    """Returns the E8M0 code (int32) of the smallest power of two that is at least amax / max, where `mantissa` has the
+    bits of the format's maximum below its leading one, and `exponent` is its power of two. At least 0."""
+    bits = largest.view(torch.int32)
+    rounds_up = (bits & 0x7FFFFF) > mantissa
+    return ((bits >> 23) - exponent + rounds_up).clamp(min=0)
 
 
 def quantize_mx(x: Tensor, dtype: torch.dtype, infinity_is_nan: bool = False) -> tuple[Tensor, Tensor]:

@@ -18,12 +18,13 @@ from fp8serve.fp8.ops.registry import define
 
 GROUP, RUN, BLOCK = 16, 8, 1024
 _FOURS, _PAIRS, _ROWS = 4, 2, 2  # 16 rows are four groups of two pairs of rows
-PACKABLE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)
+PACKABLE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)  # and codes of 4 bits (four_bit.py)
 
 
 def is_packable(weight: Tensor) -> bool:
-    """Returns whether pack_weight accepts the weight."""
-    return weight.dim() == 2 and weight.shape[0] % GROUP == 0 and weight.shape[1] % RUN == 0 and weight.numel() > 0
+    """Returns whether pack_weight, or pack_4bit for uint8, accepts the weight."""
+    is_whole = weight.dim() == 2 and weight.shape[0] % GROUP == 0 and weight.shape[1] % RUN == 0
+    return is_whole and weight.dtype in (*PACKABLE, torch.uint8) and weight.numel() > 0
 
 
 def packed_shape(rows: int, columns: int) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from fp8serve.fp8.ops.registry import reference
 EXACT = frozenset({
     "quantize", "quantize_transpose", "quantize_delayed", "quantize_current", "quantize_rowwise", "quantize_block",
     "transpose_fp8", "transpose_half", "grouped_quantize", "delayed_update", "write_kv", "rotary", "rotary_write_kv",
-    "sample", "greedy_tokens", "pack_weight", "look_up", "sort_by_expert", "add_weighted",
+    "sample", "greedy_tokens", "pack_weight", "pack_4bit", "look_up", "sort_by_expert", "add_weighted",
 })  # fmt: skip
 # GEMMs. The allowed difference of a result is a share of the sum of the magnitudes of its summands.
 _FP8_PRODUCTS = frozenset({

@@ -18,7 +18,12 @@ or E8M0 in the file and are FP32 in memory. This module converts equivalent shap
 | ModelOpt                 | weight_scale       | input_scale      | self_attn.k_proj.k_scale, .v_proj.v_scale |
 | older compressed-tensors |                    |                  | self_attn.{k,v}_proj.output_scale         |
 | torchao                  | _weight_scale      |                  |                                           |
+| NVFP4, compressed-tensors | weight_scale, weight_global_scale | input_global_scale |                            |
+| NVFP4, ModelOpt          | weight_scale, weight_scale_2 | input_scale |                                      |
 | vLLM in memory           |                    |                  | self_attn.attn.{k,v}_scale                |
+
+NVFP4 has a second scale for the whole weight. compressed-tensors stores the one that quantizes, ModelOpt the one that
+dequantizes, which is also the one in memory. Inputs in NVFP4 or MXFP4 are read as BF16, so their scales are not read.
 
 A key with "scale", "zero_point" or "amax" in it that is not in the table raises ModelError, because a model without one
 of its scales gives wrong answers.
@@ -35,7 +40,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.fp8.ops.arithmetic import MX_BLOCK
-from fp8serve.fp8.spec import MXFP8, UNQUANTIZED, Granularity, QuantSpec, format_shapes, weight_specs
+from fp8serve.fp8.spec import MXFP4, MXFP8, NVFP4, UNQUANTIZED, Granularity, QuantSpec, format_shapes, weight_specs
 from fp8serve.model.config.reader import Fields
 from fp8serve.model.formats import torchao
 from fp8serve.model.formats.microscaling import EXPONENT_DTYPES, check_exponents
@@ -54,26 +59,31 @@ CT_WEIGHTS: dict[Granularity, str] = {
     "row": "channel",
     "block128x128": "block",
     "block1x32": "group",
+    "block1x16": "tensor_group",
 }
 CT_FORMATS = (
     "float-quantized",
     "naive-quantized",
     "mxfp8-quantized",
     "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
     "mixed-precision",
     "dense",  # only the KV cache is FP8
 )
-WIDENED = ("MXFP4",)  # formats whose weights become BF16 (microscaling.py)
 # How ModelOpt's algorithms quantize inputs and weights.
 MODELOPT: dict[str, tuple[QuantSpec, Granularity]] = {
     "FP8": (STATIC, "tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": (PER_TOKEN, "row"),
     "FP8_PB_WO": (UNQUANTIZED, "block128x128"),
     "MXFP8": (MXFP8, "block1x32"),
+    "W4A16_NVFP4": (UNQUANTIZED, "block1x16"),
 }
+# ModelOpt's algorithms that quantize weights to 4 bits, and whether they quantize inputs, too.
+_MODELOPT_4BIT = {"W4A16_NVFP4": (NVFP4, False), "NVFP4": (NVFP4, True), "MXFP4": (MXFP4, True)}
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-Role = Literal["weight", "input", "k", "v", "kv"]
+Role = Literal["weight", "global", "input", "k", "v", "kv"]  # "global": the second scale of a weight in NVFP4
+ENCODING_GLOBAL = ".weight_global_scale"  # unlike other scales in files, this one quantizes
 KV: tuple[Role, ...] = ("k", "v", "kv")
 
 # Suffixes of scale names, and what the scales belong to. The rest of the name is the owner: a linear, or
@@ -89,6 +99,9 @@ SCALE_SUFFIXES: tuple[tuple[str, Role], ...] = (
     (".v_scale", "v"),
     (".kv_scale", "kv"),
     (".weight_scale_inv", "weight"),
+    (ENCODING_GLOBAL, "global"),
+    (".weight_scale_2", "global"),
+    (".input_global_scale", "input"),
     (".weight_scale", "weight"),
     (".scale", "weight"),
     (".input_scale", "input"),
@@ -102,7 +115,8 @@ class Scheme:
 
     producer: str
     input_spec: QuantSpec
-    is_fp4: bool = False  # whether the weights are in MXFP4, and not in FP8
+    weight_4bit: QuantSpec | None = None  # MXFP4 or NVFP4; None if the weights are in FP8
+    drops_inputs: bool = False  # whether the file's inputs have 4 bits, too, and are read as BF16
 
 
 @dataclass(frozen=True)
@@ -125,10 +139,10 @@ class Quantization:
         scheme = self.find_scheme(linear)
         if scheme is None:
             raise ModelError(f"{linear} has FP8 weights but quantization_config has no group for it.")
-        if scheme.is_fp4:
+        if scheme.weight_4bit is not None:
             raise ModelError(
-                f"{linear} has FP8 weights but quantization_config says MXFP4; correct quantization_config, or write "
-                "the model again."
+                f"{linear} has FP8 weights but quantization_config says {scheme.weight_4bit.name}; correct "
+                "quantization_config, or write the model again."
             )
         return scheme
 
@@ -195,9 +209,20 @@ def _compressed_tensors(config: Fields) -> Quantization:
 
 
 def _ct_scheme(group: Fields) -> Scheme:
-    weights = group.object("weights")
-    is_fp4 = weights is not None and _is_mx(weights) and weights.raw("num_bits") == 4
-    return Scheme("compressed-tensors", UNQUANTIZED if is_fp4 else _ct_inputs(group), is_fp4)
+    name, weights = "compressed-tensors", group.object("weights")
+    spec = None if weights is None else _ct_4bit(weights)
+    if weights is None or spec is None:
+        return Scheme(name, _ct_inputs(group))
+    if weights.boolean("symmetric") is False:
+        raise _unsupported(name, "weights", f"asymmetric {spec.name}")
+    return Scheme(name, UNQUANTIZED, spec, drops_inputs=group.object("input_activations") is not None)
+
+
+def _ct_4bit(weights: Fields) -> QuantSpec | None:
+    """Returns MXFP4 or NVFP4, or None if the weights have another format."""
+    kind = tuple(weights.raw(key) for key in ("num_bits", "type", "strategy", "group_size"))
+    specs = {(4, "float", CT_WEIGHTS[spec.granularity], spec.block[1]): spec for spec in (MXFP4, NVFP4)}
+    return specs.get(kind)
 
 
 def _ct_inputs(group: Fields) -> QuantSpec:
@@ -208,7 +233,7 @@ def _ct_inputs(group: Fields) -> QuantSpec:
     _require_fp8("compressed-tensors", "weights", weights)
     _require_fp8("compressed-tensors", "output_activations", group.object("output_activations"))  # old KV scheme
     weight_strategy = "tensor" if weights is None else weights.text("strategy") or "tensor"
-    if weight_strategy not in CT_WEIGHTS.values() or weight_strategy == "group":  # other groups than MX blocks
+    if weight_strategy not in CT_WEIGHTS.values() or weight_strategy.endswith("group"):  # other groups than MX blocks
         raise _unsupported("compressed-tensors", "weight strategy", weight_strategy)
     if inputs is None:
         return UNQUANTIZED
@@ -302,10 +327,13 @@ def _modelopt(config: Fields) -> Quantization:
     has_fp8_cache = cache is not None or config.object("kv_cache_scheme") is not None
     if algo is None and has_fp8_cache:
         return Quantization((), ignore, "modelopt", has_fp8_cache)
-    known = {name: inputs for name, (inputs, _) in MODELOPT.items()} | dict.fromkeys(WIDENED, UNQUANTIZED)
-    if algo is None or algo.upper() not in known:
+    name = "" if algo is None else algo.upper()
+    if name in _MODELOPT_4BIT:
+        scheme = Scheme("modelopt", UNQUANTIZED, *_MODELOPT_4BIT[name])
+    elif name in MODELOPT:
+        scheme = Scheme("modelopt", MODELOPT[name][0])
+    else:
         raise _unsupported("modelopt", "quant_algo", algo)
-    scheme = Scheme("modelopt", known[algo.upper()], is_fp4=algo.upper() in WIDENED)
     return Quantization((((CLASS,), scheme),), ignore, "modelopt", has_fp8_cache)
 
 
@@ -325,6 +353,39 @@ _READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8"
 
 def _unsupported(producer: str, key: str, value: Any) -> ModelError:
     return ModelError(f"The checkpoint is quantized by {producer} with {key} {shown(value)}, which is not supported.")
+
+
+def to_4bit_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
+    """Returns the scales of a 4-bit weight: E8M0 [rows, cols/32] or E4M3 [rows, cols/16].
+
+    Raises ModelError if the shape or the type fits no such weight, or if a scale is zero, negative, NaN or too large.
+    """
+    is_mx = stored.dtype in EXPONENT_DTYPES
+    spec = MXFP4 if is_mx else NVFP4
+    if not is_mx and stored.dtype is not torch.float8_e4m3fn:
+        raise ModelError(
+            f"{name} is {type_name(stored.dtype)}; the scales of 4-bit weights are exponents of 8 bits (MXFP4) or E4M3 "
+            "(NVFP4)."
+        )
+    if not spec.divides(rows, cols) or tuple(stored.shape) != spec.scale_shape(rows, cols):
+        raise ModelError(
+            f"{name} has the shape {list(stored.shape)}; a weight of {rows} x {cols} in {spec.name} takes "
+            f"{list(spec.scale_shape(rows, cols))}, and the number of columns must be a multiple of {spec.block[1]}."
+        )
+    if is_mx:
+        return check_exponents(name, stored, torch.uint8)
+    bits = stored.view(torch.uint8)
+    if bool(((bits == 0) | (bits >= 0x7F)).any()):  # zero, NaN, or a sign
+        bad = stored.float()[(bits == 0) | (bits >= 0x7F)][0].item()
+        raise ModelError(f"{name} holds the scale {bad}, which cannot be served; quantize or calibrate again.")
+    return stored
+
+
+def to_global_scale(name: str, stored: Tensor, note: str | None) -> Tensor:
+    """Returns the scale FP32 [] that dequantizes a weight in NVFP4 together with its blocks' scales."""
+    if name.endswith(ENCODING_GLOBAL):
+        return to_quantizing_scale(name, stored, note)
+    return to_quantizing_scale(name, stored).new_tensor(float(check_scale(name, stored)))
 
 
 def to_weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:

@@ -50,16 +50,24 @@ class MxShards(ComputedShards):
             check_exponents(scale, self._stored[scale], self._stored.entries[key].dtype)
 
 
-def dequantize_mx(shards: Shards, keeps: Callable[[str], bool] = lambda module: False) -> Shards:
+def with_weight_names(shards: Shards) -> Shards:
+    """Returns the tensors with the codes of 4-bit weights under the name `P.weight`, where ModelOpt has them."""
+    entries = shards.entries
+    packed = [key for key in entries if key.endswith(".weight_packed") and entries[key].dtype is torch.uint8]
+    names = {key: key for key in entries} | {key: key.removesuffix("_packed") for key in packed}
+    return shards.renamed(names) if packed else shards
+
+
+def dequantize_mx(shards: Shards, keeps: Callable[[str, bool], bool] = lambda module, is_4bit: False) -> Shards:
     """Returns the tensors with every MX weight as BF16, under the name `P.weight`, and without its scales.
 
-    MXFP8 weights of the modules for which `keeps` is True stay as they are.
+    Weights for which `keeps(P, whether it is MXFP4)` is True stay as they are.
     """
     entries, computed = dict(shards.entries), dict[str, Callable[[], Tensor]]()
     scales = {
         key: scale
         for key, scale in find_mx_scales(shards.entries).items()
-        if entries[key].dtype is torch.uint8 or not keeps(key.removesuffix(".weight"))
+        if not keeps(key.removesuffix(".weight"), entries[key].dtype is torch.uint8)
     }
     for key, scale in scales.items():
         rows, columns = shards.entries[scale].shape

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from fp8serve.errors import ModelError
-from fp8serve.fp8.ops.arithmetic import MX_BLOCK
 from fp8serve.fp8.recipe import Recipe, name_of
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.formats import FORMATS
@@ -18,6 +17,12 @@ from fp8serve.model.formats.targets import CLASS
 
 IGNORED = ["lm_head"]
 Specs = tuple[QuantSpec | None, QuantSpec]  # of the input, which is None for an embedding, and of the weight
+_CT_FORMATS = {
+    "FP8": "float-quantized",
+    "MXFP8": "mxfp8-quantized",
+    "MXFP4": "mxfp4-pack-quantized",
+    "NVFP4": "nvfp4-pack-quantized",
+}
 NO_MATRICES: Mapping[str, Specs] = {}
 
 
@@ -58,7 +63,7 @@ def _input_scheme(inputs: QuantSpec) -> tuple[Any, ...]:
 
 def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -> dict[str, Any]:
     return {
-        "num_bits": 8,
+        "num_bits": sizes.get("num_bits", 8),
         "type": "float",
         "symmetric": True,
         "group_size": sizes.get("group_size"),
@@ -67,7 +72,7 @@ def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -
         "dynamic": dynamic,
         "actorder": None,
         "scale_dtype": sizes.get("scale_dtype"),
-        "zp_dtype": None,
+        "zp_dtype": sizes.get("zp_dtype"),
         "observer": observer,
         "observer_kwargs": {},
     }
@@ -95,31 +100,33 @@ def _compressed_tensors(
 def _ct_group(targets: list[str], specs: Specs) -> dict[str, Any]:
     inputs, weight = specs
     block = list(weight.block) if weight.is_blocked else None
-    sizes = _mx_sizes(weight) if weight.is_mx else {"block_structure": block}
+    sizes = _block_sizes(weight) if weight.is_mx or weight.is_4bit else {"block_structure": block}
     return {
         "targets": targets,
         "weights": _ct_args(CT_WEIGHTS[weight.granularity], False, "memoryless_minmax", **sizes),
         "input_activations": _ct_inputs(inputs) if inputs is not None and inputs.is_fp8 else None,
         "output_activations": None,
-        "format": "mxfp8-quantized" if weight.is_mx else "float-quantized",
+        "format": _CT_FORMATS[weight.name],
     }
 
 
 def _ct_inputs(spec: QuantSpec) -> dict[str, Any]:
     if spec.source != "current":
         return _ct_args("tensor", False, "static_minmax")
-    sizes = _mx_sizes(spec) if spec.is_mx else {"group_size": spec.block[1]}
+    sizes = _block_sizes(spec) if spec.is_mx else {"group_size": spec.block[1]}
     return _ct_args(CT_INPUTS[spec.granularity], True, None, **sizes)
 
 
-def _mx_sizes(spec: QuantSpec) -> dict[str, Any]:
-    return {"group_size": spec.block[1], "scale_dtype": "torch.uint8"}
+def _block_sizes(spec: QuantSpec) -> dict[str, Any]:
+    dtype = "torch.uint8" if spec.is_mx else "torch.float8_e4m3fn"
+    sizes = {"group_size": spec.block[1], "scale_dtype": dtype}
+    return sizes | {"num_bits": 4, "zp_dtype": dtype} if spec.is_4bit else sizes
 
 
 def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
     weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
     if not inputs.is_fp8:
-        raise ModelError("The format 'fp8' always quantizes inputs; write 'w8a16' as compressed-tensors.")
+        raise ModelError(f"The format 'fp8' always quantizes inputs; write {name_of(recipe)!r} as compressed-tensors.")
     if weight.is_mx:
         raise ModelError("The format 'fp8' cannot express the recipe 'mxfp8'; use compressed-tensors or modelopt.")
     if weight.is_blocked:
@@ -140,7 +147,7 @@ def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, A
     inputs, weight = recipe.specs.linear["input"], recipe.specs.linear["weight"]
     inputs = inputs.for_serving()
     scheme = (inputs if inputs.is_mx else replace(inputs, scale_format="fp32")), weight.granularity
-    algo = next((name for name, entry in MODELOPT.items() if entry == scheme), None)
+    algo = next((name for name, entry in MODELOPT.items() if entry == scheme and weight.name != "MXFP4"), None)
     if algo is None:
         raise ModelError(
             f"The format 'modelopt' cannot express the recipe {name_of(recipe)!r}; use compressed-tensors."
@@ -150,12 +157,15 @@ def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, A
     config: dict[str, Any] = {"ignore": ignored, "quant_algo": algo, "producer": producer, "quant_method": "modelopt"}
     if algo == "FP8":
         config["config_groups"] = {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}}
+    if weight.is_4bit:
+        weights = args | {"num_bits": 4, "group_size": weight.block[1]}
+        config["config_groups"] = {"group_0": {"weights": weights, "targets": ["Linear"]}}
     if kv_cache:
         config["kv_cache_scheme"] = args
     quantization = {
         "quant_algo": algo,
         "kv_cache_quant_algo": "FP8" if kv_cache else None,
         "exclude_modules": ignored,
-        **({"group_size": MX_BLOCK} if algo == "MXFP8" else {}),
+        **({"group_size": weight.block[1]} if weight.name in ("MXFP8", "NVFP4") else {}),
     }
     return {"quantization_config": config, "hf_quant_config.json": {"producer": producer, "quantization": quantization}}

@@ -11,7 +11,7 @@ model's weights is between about 1e-6 and 3, which distinguishes a scale from it
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from fp8serve.model.verify import layout, values
+from fp8serve.model.verify import four_bit, layout, values
 from fp8serve.model.verify.raw_checkpoint import Finding, RawCheckpoint, read
 
 __all__ = ["CHECKS", "Finding", "verify"]
@@ -54,6 +54,9 @@ CHECKS: tuple[Check, ...] = (
     values.check_underused_codes,
     values.check_clipped_codes,
     values.check_default_scales,
+    four_bit.check_global_scales,
+    four_bit.check_4bit_config,
+    four_bit.check_order_of_codes,
 )
 
 

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterator
 
-import torch
-
 from fp8serve.errors import Fp8ServeError
 from fp8serve.model.formats.interop import BLOCKED_INPUT, KV, Scheme
 from fp8serve.model.formats.scales import COPY_TOLERANCE, FILE_NAME, find_problems, read_scales
@@ -75,9 +73,9 @@ def check_missing_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     for owner, key in checkpoint.weights.items():
         if checkpoint.scale_of(owner, "weight") is None:
             yield error("missing", key, "is FP8 and has no scale", f"add {owner}.weight_scale, or {WRITE_AGAIN}")
-    for key, entry in checkpoint.entries.items():
-        if key.endswith(".weight_packed") and entry.dtype is torch.uint8 and key not in checkpoint.mx_scales:
-            yield error("missing", key, "is packed and has no scales of 32 numbers each", WRITE_AGAIN)
+    for key in checkpoint.entries:
+        if checkpoint.is_4bit_name(key) and key.rpartition(".")[0] not in checkpoint.packed:
+            yield error("missing", key, "is packed and has no scales of 32 or 16 numbers each", WRITE_AGAIN)
 
 
 def check_unscaled_vectors(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -91,6 +89,7 @@ def check_unscaled_vectors(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 def check_orphaned_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds scales of a weight that is missing or not FP8."""
     quantized = checkpoint.weights.keys() | {key.rpartition(".")[0] for key in checkpoint.mx_scales}
+    quantized |= {key.rpartition(".")[0] for key in checkpoint.entries if checkpoint.is_4bit_name(key)}
     for owner, key in checkpoint.with_role("weight", "input"):
         if owner not in quantized:
             exists = f"{owner}.weight" in checkpoint.entries
@@ -168,7 +167,7 @@ def check_fp8_without_config(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 def check_config_without_fp8(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     quantization = checkpoint.quantization
     has_gpt_oss_experts = any(key.endswith("_blocks") for key in checkpoint.entries)
-    is_quantized = checkpoint.weights or checkpoint.mx_scales or has_gpt_oss_experts
+    is_quantized = checkpoint.weights or checkpoint.mx_scales or checkpoint.packed or has_gpt_oss_experts
     if quantization is not None and quantization.groups and not is_quantized:
         what = f"says that weights are quantized by {quantization.producer}, and none is"
         yield error("config", _CONFIG, what, "remove it, or write the model again")
@@ -185,13 +184,18 @@ def check_ignored_layers(checkpoint: RawCheckpoint) -> Iterator[Finding]:
             yield error("config", key, f"is FP8, but {_CONFIG} leaves {owner} out", _CORRECT_CONFIG)
         elif scheme is None:
             yield error("config", key, f"is FP8, but no group of {_CONFIG} has {owner}", _CORRECT_CONFIG)
-        elif scheme.is_fp4:
-            yield error("config", key, f"is FP8, but {_CONFIG} says MXFP4", _CORRECT_CONFIG)
+        elif scheme.weight_4bit is not None:
+            yield error("config", key, f"is FP8, but {_CONFIG} says {scheme.weight_4bit.name}", _CORRECT_CONFIG)
     leaves = {owner.rpartition(".")[2] for owner in checkpoint.weights}
     for key, entry in checkpoint.entries.items():
         owner = key.removesuffix(".weight")
         is_matrix = key.endswith(".weight") and len(entry.shape) == 2 and key not in checkpoint.mx_scales
-        if not is_matrix or owner in checkpoint.weights or owner.rpartition(".")[2] not in leaves:
+        if (
+            not is_matrix
+            or owner in checkpoint.weights
+            or owner in checkpoint.packed
+            or owner.rpartition(".")[2] not in leaves
+        ):
             continue
         if not quantization.ignores(owner) and quantization.find_scheme(owner) is not None:
             yield error("config", key, f"is not FP8, but {_CONFIG} does not leave {owner} out", _CORRECT_CONFIG)

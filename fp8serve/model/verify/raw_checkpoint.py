@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.ops.arithmetic import BLOCK, MX_BLOCK
-from fp8serve.fp8.spec import MXFP8, Granularity, weight_specs
+from fp8serve.fp8.spec import MXFP4, MXFP8, NVFP4, Granularity, QuantSpec, weight_specs
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model.formats import interop, microscaling
 from fp8serve.model.formats.interop import Quantization, Role, ScaleKey
@@ -122,6 +122,14 @@ def byte_values(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()
 
 
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight of 4 bits: the key of its codes, and NVFP4 or MXFP4 by the type and shape of its scales."""
+
+    key: str
+    spec: QuantSpec
+
+
 @dataclass
 class RawCheckpoint:
     """The parts of a checkpoint that can be read, and the errors of the others."""
@@ -143,7 +151,28 @@ class RawCheckpoint:
     def weights(self) -> dict[str, str]:
         """The keys of FP8 weights by the names of their modules."""
         matrices = (key for key, entry in self.entries.items() if entry.dtype in FP8 and len(entry.shape) > 1)
-        return {key.removesuffix(".weight"): key for key in matrices}
+        return {key.removesuffix(".weight"): key for key in matrices if self._scale_key(key) is None}
+
+    @cached_property
+    def packed(self) -> dict[str, PackedWeight]:
+        """The weights of 4 bits by the names of their modules."""
+        result: dict[str, PackedWeight] = {}
+        for key in self.entries:
+            scale = None if not self.is_4bit_name(key) else self.scale_of(key.rpartition(".")[0], "weight")
+            if key in self.mx_scales and self.is_4bit_name(key):
+                result[key.rpartition(".")[0]] = PackedWeight(key, MXFP4)
+            elif scale is not None and self.entries[scale].dtype is torch.float8_e4m3fn:
+                rows, columns = self.entries[key].shape
+                if NVFP4.divides(rows, 2 * columns) and self.entries[scale].shape == NVFP4.scale_shape(
+                    rows, 2 * columns
+                ):
+                    result[key.rpartition(".")[0]] = PackedWeight(key, NVFP4)
+        return result
+
+    def is_4bit_name(self, key: str) -> bool:
+        """Returns whether the tensor has the name, type and number of dimensions of a weight of 4 bits."""
+        entry = self.entries[key]
+        return entry.dtype is torch.uint8 and len(entry.shape) == 2 and key.endswith((".weight", ".weight_packed"))
 
     @cached_property
     def mx_scales(self) -> dict[str, str]:

@@ -56,10 +56,11 @@ def check_empty_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 
 
 def check_scale_types(checkpoint: RawCheckpoint) -> Iterator[Finding]:
-    """Finds scales of an unsupported type. Only scales of MX blocks may be uint8."""
+    """Finds scales of an unsupported type. Only scales of MX blocks may be uint8, and only those of NVFP4 E4M3."""
+    exempt = checkpoint.mx_scale_keys | {checkpoint.scale_of(owner, "weight") for owner in checkpoint.packed}
     for key in checkpoint.scale_keys:
         dtype = checkpoint.entries[key].dtype
-        if dtype not in SCALE_DTYPES and key not in checkpoint.mx_scale_keys:
+        if dtype not in SCALE_DTYPES and key not in exempt:
             yield error("dtype", key, f"is of the type {type_name(dtype)}", "store it as FP32, BF16, FP16 or E8M0")
 
 
@@ -167,7 +168,10 @@ def check_implausible_input_scales(checkpoint: RawCheckpoint) -> Iterator[Findin
     """Finds reciprocals of scales, and input scales far from those of other layers. Real models have massive
     activations, so some are warnings."""
     # the amax that the scale of every layer's input represents
-    scales = {owner: _valid_scale(checkpoint, owner, "input") for owner, _ in checkpoint.with_role("input")}
+    owners = (
+        owner for owner, _ in checkpoint.with_role("input") if owner not in checkpoint.packed
+    )  # those are not read
+    scales = {owner: _valid_scale(checkpoint, owner, "input") for owner in owners}
     sizes = {owner: FP8_MAX * float(scale.max()) for owner, scale in scales.items() if scale is not None}
     median_size = median(sizes.values()) if sizes else 0.0
     for owner, size in sizes.items():
