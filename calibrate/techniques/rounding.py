@@ -18,7 +18,7 @@ U[j, j]. Columns with large inputs are rounded first, because nothing compensate
 The scales do not change, so the result is served like a weight that is rounded to nearest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch

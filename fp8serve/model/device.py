@@ -7,9 +7,10 @@ to the CPU without notice would make it a hundred times slower. The choice does 
 in training.
 
 The estimate follows from file headers and config.json. An FP8 recipe stores an element of a linear layer's weight in
-one byte and has an FP32 scale for each row, and a recipe of 4 bits in half a byte with one byte for 16 or 32 elements.
-Embeddings, norms, routers and the `kv_b_proj` of latent attention are served in BF16, whatever dtype the file has. Linear layers are recognised by names and shapes, because building the
-network would need torch. Tensors that do not belong to the language model are not loaded and not counted.
+one byte and has an FP32 scale for each row; a recipe of 4 bits needs half a byte, and one byte for 16 or 32 elements.
+Embeddings, norms, routers and the `kv_b_proj` of latent attention are served in BF16, whatever dtype the file has.
+Linear layers are recognised by names and shapes, because building the network would need torch. Tensors that do not
+belong to the language model are not loaded and not counted.
 """
 
 import json
