@@ -20,7 +20,7 @@ keeps every product, but not every code: a block whose scale is zero has zeros, 
 codes of the other sign, and one whose scale is NaN has ones.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -53,8 +53,13 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 def code_values(codes: Tensor) -> Tensor:
     """Returns the values of codes [..., K], in FP32."""
-    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
-    return table[codes.long()]
+    return _values_by_code(codes.device)[codes.long()]
+
+
+@cache
+def _values_by_code(device: torch.device) -> Tensor:
+    """Cached, because a CUDA graph cannot capture a copy from the host."""
+    return torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=device)
 
 
 def is_packable(codes: Tensor, scales: Tensor) -> bool:
