@@ -58,7 +58,7 @@ def packed(engine: Engine) -> bool:
 
 @pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "weights in NVFP4"])  # these are not grouped
 def test_grouped_experts_equal_experts_called_one_by_one(
     kind: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

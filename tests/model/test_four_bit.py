@@ -25,10 +25,10 @@ from fp8serve.fp8.recipe import Float4WeightOnly, Recipe, from_name
 from fp8serve.fp8.spec import MXFP4, NVFP4, UNQUANTIZED
 from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import ScalingCheckpoint, load_servable, load_trainable, open_checkpoint
+from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.format_conversion import convert_format
 from fp8serve.model.verify import verify
-from fp8serve.model.weight_memory import estimate_weight_memory
 from tests.model.oracle import make_model
 
 LINEAR = "model.layers.0.mlp.up_proj"
