@@ -88,9 +88,7 @@ def _check_scales(recipe: Recipe, settings: CalibrationOptions) -> None:
     if settings.share_scales and recipe.specs.linear["weight"].source != "delayed":
         raise RecipeError("share_scales needs one stored scale for each weight (delayed, per tensor); leave it out.")
     if settings.gradients and as_delayed(recipe) is None:
-        raise RecipeError(
-            f"The recipe {name_of(recipe)!r} computes the scales of gradients while training; leave out gradients."
-        )
+        raise RecipeError(f"The recipe {name_of(recipe)!r} stores no scales for gradients; leave out gradients.")
     if settings.scales_only and not (settings.kv_cache or as_delayed(recipe) is not None):
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} stores no scales, so scales_only has nothing to write; leave it out."

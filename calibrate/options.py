@@ -168,9 +168,9 @@ _RECIPES = {
 class ScalingOptions:
     """The options of the recipe to calibrate for."""
 
-    name: Annotated[ServedName, About("How tensors are scaled; w8a16, w4a16: weights only.", flag="--recipe")] = (
-        "delayed"
-    )
+    name: Annotated[
+        ServedName, About("How tensors are scaled; w8a16, nvfp4-w4a16, mxfp4-w4a16: weights only.", flag="--recipe")
+    ] = "delayed"
     amax_history_len: Annotated[
         int | None, Ge(1), About("Length of the amax history (delayed).", unset="1024", flag="--history-len")
     ] = None

@@ -69,6 +69,7 @@ from fp8serve.calibration.techniques.precision import excluded_linears, input_gr
 from fp8serve.calibration.techniques.rounding import round_weights
 from fp8serve.calibration.techniques.smoothing import FACTORS, smooth, smoothing_pairs
 from fp8serve.fp8.conversion import convert
+from fp8serve.fp8.layer_inputs import check_whole_blocks
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.model.building import AnyModel, Model
@@ -230,6 +231,8 @@ def _convert(model: AnyModel, skip: tuple[str, ...]) -> dict[str, Linear]:
 def _exclude_linears(job: Job) -> None:
     names = excluded_linears(list(job.linears), job.options.skip or (), job.options.only or ())
     job.leave_in_bf16(unmeasured_groups(job.model, names))
+    for name, linear in job.linears.items():
+        check_whole_blocks(job.recipe, linear.in_features, name)
 
 
 def pooling_of(source: Path, config: AnyConfig) -> Pooling:

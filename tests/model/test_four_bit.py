@@ -14,6 +14,7 @@ from compressed_tensors.quantization import QuantizationScheme, preset_name_to_s
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fp8serve.calibration.pipeline import calibrate
 from fp8serve.engine.loading import load, read_weights
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer
@@ -29,7 +30,7 @@ from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.format_conversion import convert_format
 from fp8serve.model.verify import verify
-from tests.model.oracle import make_model
+from tests.model.oracle import make_model, write_tokenizer
 
 LINEAR = "model.layers.0.mlp.up_proj"
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
@@ -377,10 +378,12 @@ def test_a_second_scale_of_a_weight_in_fp8_is_refused(tmp_path: Path) -> None:
 
 def test_columns_that_are_no_whole_blocks_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
     make_model("llama", tmp_path / "m", overrides={"hidden_size": 128, "intermediate_size": 144})
+    write_tokenizer(tmp_path / "m")
     message = r"^model.layers.0.mlp.down_proj in MXFP4 needs a multiple of 32 input features, found 144"
     for work in (
         lambda: write_calibrated(tmp_path / "out", tmp_path / "m", ScalingCheckpoint(recipe_of("mxfp4-w4a16"), {})),
         lambda: load_servable(tmp_path / "m", recipe_of("mxfp4-w4a16")),
+        lambda: calibrate(tmp_path / "m", out=tmp_path / "out", recipe=recipe_of("mxfp4-w4a16"), samples=2, seq_len=16),
     ):
         with pytest.raises(RecipeError, match=message):
             work()

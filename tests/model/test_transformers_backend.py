@@ -18,6 +18,7 @@ from fp8serve.cli import main
 from fp8serve.doctor import examine
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import ModelError, RecipeError
+from fp8serve.fp8.recipe import from_name
 from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
@@ -255,6 +256,16 @@ def test_it_is_said_who_computes(
             assert main([command, str(path)]) == 0
         assert capsys.readouterr().out.count(COMPUTED_BY[who]) == 2  # type: ignore[index]
     assert Engine(tmp_path / "llama", recipe="rowwise").info()["computed_by"] == "fp8serve"
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2"])
+def test_scales_are_renamed_as_their_weights_are(name: str, tmp_path: Path) -> None:
+    """transformers renames every "weight_g", with which the name "weight_global_scale" begins."""
+    make(name, tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    calibrate(tmp_path / "model", out=tmp_path / "fp8", recipe=from_name("nvfp4-w4a16"), samples=2, seq_len=16)
+    (completion,) = Engine(tmp_path / "fp8").generate([[5, 6, 7]], max_new_tokens=2, ignore_eos=True)
+    assert len(completion.token_ids) == 2
 
 
 def test_smoothing_is_refused(tmp_path: Path) -> None:

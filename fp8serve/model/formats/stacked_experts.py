@@ -18,7 +18,7 @@ In gpt-oss files, the rows of gate and up alternate, and weights are in MXFP4 or
 
 `down_proj` has the same tensors, [E, H, I / 32, 16] and so on, without alternating rows. A weight is dequantized when
 it is read. BF16 represents every MXFP4 value exactly (OCP Microscaling Formats 1.0, sections 5.3.3 and 6.3). fp8serve
-does not write MXFP4.
+writes no stacks.
 """
 
 import math

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.model.config.model_config import ModelConfig
+from fp8serve.model.formats.interop import SCALE_SUFFIXES
 from fp8serve.model.storage.shards import ComputedShards, Shards
 from fp8serve.model.transformers_backend.experts import STACKS
 from fp8serve.model.transformers_backend.network import TransformersModel
@@ -39,9 +40,12 @@ def with_class_names(shards: Shards, config: ModelConfig) -> Shards:
     ignored = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_unexpected or ()]
     names = {}
     for key in shards:
-        name = key
+        # A scale is renamed as its weight is: a pattern such as ".weight_g" means no ".weight_global_scale".
+        suffix = next((suffix for suffix, _ in SCALE_SUFFIXES if key.endswith(suffix)), "")
+        name = f"{key.removesuffix(suffix)}.weight" if suffix else key
         for rename in renames:
             name = rename(name)
+        name = f"{name.removesuffix('.weight')}{suffix}" if suffix else name
         owner = name.rpartition(".")[0]
         lacks_prefix = name not in state_names and any(other.startswith(f"{base}.{owner}.") for other in state_names)
         name = f"{base}.{name}" if lacks_prefix else name
