@@ -221,8 +221,8 @@ def _ct_scheme(group: Fields) -> Scheme:
 def _ct_4bit(weights: Fields) -> QuantSpec | None:
     """Returns MXFP4 or NVFP4, or None if the weights have another format."""
     kind = tuple(weights.raw(key) for key in ("num_bits", "type", "strategy", "group_size"))
-    specs = {(4, "float", CT_WEIGHTS[spec.granularity], spec.block[1]): spec for spec in (MXFP4, NVFP4)}
-    return specs.get(kind)
+    specs = (MXFP4, NVFP4)
+    return next((s for s in specs if kind == (4, "float", CT_WEIGHTS[s.granularity], s.block[1])), None)
 
 
 def _ct_inputs(group: Fields) -> QuantSpec:
