@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.formats.interop import SCALE_SUFFIXES
 from fp8serve.model.storage.shards import ComputedShards, Shards
 from fp8serve.model.transformers_backend.experts import STACKS
 from fp8serve.model.transformers_backend.network import TransformersModel
 
 _GPT2_CONV1D = (".c_attn", ".q_attn", ".c_proj", ".c_fc")
+_WEIGHT_SCALE = re.compile(r"\.weight(_\w*scale\w*)$")
 Rename = Callable[[str], str]
 
 
@@ -40,12 +40,12 @@ def with_class_names(shards: Shards, config: ModelConfig) -> Shards:
     ignored = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_unexpected or ()]
     names = {}
     for key in shards:
-        # A scale is renamed as its weight is: a pattern such as ".weight_g" means no ".weight_global_scale".
-        suffix = next((suffix for suffix, _ in SCALE_SUFFIXES if key.endswith(suffix)), "")
-        name = f"{key.removesuffix(suffix)}.weight" if suffix else key
+        # A scale is renamed as its weight is: the pattern ".weight_g" does not mean ".weight_global_scale".
+        scale = _WEIGHT_SCALE.search(key)
+        name = key if scale is None else key[: scale.start(1)]
         for rename in renames:
             name = rename(name)
-        name = f"{name.removesuffix('.weight')}{suffix}" if suffix else name
+        name = name if scale is None else name + scale[1]
         owner = name.rpartition(".")[0]
         lacks_prefix = name not in state_names and any(other.startswith(f"{base}.{owner}.") for other in state_names)
         name = f"{base}.{name}" if lacks_prefix else name
