@@ -198,7 +198,7 @@ def _text_job(source: Path, recipe: Recipe, options: CalibrationOptions, stages:
         notes += computed_by_notes(decoder.config)
         observer = make_observer(decoder, linears, recipe, kv_cache=options.kv_cache, gradients=options.gradients)
         job = Job(source, recipe, options, stages, decoder, linears, batches, observer, DivergenceJudge(), notes=notes)
-        _exclude_linears(job)
+        _select_linears(job)
     return job
 
 
@@ -213,7 +213,7 @@ def _embedding_job(source: Path, recipe: Recipe, options: CalibrationOptions, st
         observer = make_observer(model, linears, recipe)
         judge = CosineJudge(pooling_of(source, model.config))
         job = Job(source, recipe, options, stages, model, linears, batches, observer, judge)
-        _exclude_linears(job)
+        _select_linears(job)
     return job
 
 
@@ -228,7 +228,8 @@ def _convert(model: AnyModel, skip: tuple[str, ...]) -> dict[str, Linear]:
     return {name: cast(Linear, model.get_submodule(name)) for name in model.linear_names()}
 
 
-def _exclude_linears(job: Job) -> None:
+def _select_linears(job: Job) -> None:
+    """Leaves linears in high precision that the options exclude. Raises RecipeError if another has no whole blocks."""
     names = excluded_linears(list(job.linears), job.options.skip or (), job.options.only or ())
     job.leave_in_bf16(unmeasured_groups(job.model, names))
     for name, linear in job.linears.items():

@@ -168,13 +168,13 @@ FP8_TARGET FP8_INLINE __mmask16 nan_columns(const uint8_t* distances, int64_t k)
   if constexpr (kind == Kind::mxfp4) return 0;
   const __m512i nan = _mm512_set1_epi8(static_cast<char>(kNanDistance));
   const int64_t bytes = k / block_of(kind) * kGroup;
-  __mmask64 found = 0;
+  __mmask64 nans = 0;
   for (int64_t i = 0; i < bytes; i += 64) {
     const __mmask64 rest = bytes - i < 64 ? (__mmask64{1} << (bytes - i)) - 1 : ~__mmask64{0};
-    found |= _mm512_cmpeq_epi8_mask(_mm512_maskz_loadu_epi8(rest, distances + i), nan);
+    nans |= _mm512_cmpeq_epi8_mask(_mm512_maskz_loadu_epi8(rest, distances + i), nan);
   }
-  found |= found >> 32;
-  return static_cast<__mmask16>(found | found >> 16);
+  nans |= nans >> 32;
+  return static_cast<__mmask16>(nans | nans >> 16);
 }
 
 template <int R, Kind kind>

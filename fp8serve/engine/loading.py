@@ -160,6 +160,8 @@ def load(
             f"{model_dir} has a head dimension of {config.head_dim}, and attention on a GPU supports at most "
             f"{MAX_GPU_HEAD_DIM}; serve it on a CPU."
         )
+    if options.invariant and device.type == "cuda" and options.block_size & (options.block_size - 1):
+        raise RequestError(f"invariant needs a block_size that is a power of 2, found {options.block_size}.")
     if options.kv_cache_dtype is None:
         options = replace(options, kv_cache_dtype=derive_kv_cache_dtype(model_dir, options, network is None))
     cache_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else torch.bfloat16
@@ -175,8 +177,6 @@ def load(
     phases.end("weights")
     frozen = _frozen(model)
     if options.invariant:
-        if device.type == "cuda" and options.block_size & (options.block_size - 1):
-            raise RequestError(f"invariant needs a block_size that is a power of 2, found {options.block_size}.")
         uses_mx = any(layer.weight_scale_inv.dtype == E8M0 and not layer.is_4bit for layer in frozen.values())
         log.info("%s", parity.use_invariant_mode(options.device, config, uses_mx))
     scales_follow_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())

@@ -303,10 +303,12 @@ class FrozenLinear(nn.Module):
 
     def can_fuse_product(self, x: Tensor) -> bool:
         """Returns whether an op of a GPU may multiply inputs like x, in BF16, and do more with the product."""
+        if not _is_on_gpu(x):
+            return False
         tensors = self._buffers
         is_plain = tensors["weight_q"].dim() == 2 and not _is_mx(tensors["weight_scale_inv"])  # type: ignore[union-attr]
         is_bf16 = x.dtype is BF16 and self.out_dtype in (None, BF16)
-        return _is_on_gpu(x) and is_bf16 and is_plain and self.input_spec.is_fp8
+        return is_bf16 and is_plain and self.input_spec.is_fp8
 
     def norm_arguments(self, weight: Tensor, eps: float) -> tuple[Any, ...]:
         """Returns the arguments with which a fused op casts a norm as the input of this layer, () if it cannot."""

@@ -13,7 +13,6 @@ Linear layers are recognised by names and shapes, because building the network w
 belong to the language model are not loaded and not counted.
 """
 
-import json
 import logging
 import math
 import re
@@ -202,10 +201,16 @@ def _bits_of(recipe: str) -> float:
 def _serves_4_bits(model_dir: Path) -> bool:
     """Whether config.json names a group of layers whose weights have 4 bits."""
     config = read_json(model_dir / "config.json", ModelError).get("quantization_config")
-    text = json.dumps(config) if isinstance(config, dict) else ""
     side_car = model_dir / "hf_quant_config.json"
-    text += json.dumps(read_json(side_car, ModelError)) if not text and present(side_car) else ""
-    return re.search(r'"num_bits": 4\b|"quant_algo": "[^"]*(NV|MX)FP4"', text, re.IGNORECASE) is not None
+    if config is None and present(side_car):
+        config = read_json(side_car, ModelError).get("quantization")
+    if not isinstance(config, dict):
+        return False
+    groups = config.get("config_groups")
+    groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    weights = [group.get("weights") for group in groups]
+    has_4bit_group = any(isinstance(args, dict) and args.get("num_bits") == 4 for args in weights)
+    return has_4bit_group or str(config.get("quant_algo")).upper().endswith(("NVFP4", "MXFP4"))
 
 
 def _tensors(model_dir: Path, config: AnyConfig) -> Iterator[_Tensor]:

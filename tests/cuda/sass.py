@@ -64,7 +64,7 @@ def disassembled(binary: Path, tool: Path) -> Code:
     stored = binary.with_suffix(".json")
     if stored.exists() and stored.stat().st_mtime > max(path.stat().st_mtime for path in (binary, Path(__file__))):
         fields = json.loads(stored.read_text())
-        counts = {arch: Counter(found) for arch, found in fields["tensor_instructions"].items()}
+        counts = {arch: Counter(instructions) for arch, instructions in fields["tensor_instructions"].items()}
         return Code(defaultdict(Counter, counts), fields["early_accesses"])
     code = disassemble(binary, tool)
     stored.write_text(json.dumps(vars(code)))

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.ops.arithmetic import E8M0, MX_BLOCK
+from fp8serve.fp8.ops.four_bit import code_values, unpack_codes
 from fp8serve.fp8.ops.microscaling import ONE, dequantize_to_bf16
 from fp8serve.model.storage.shards import ComputedShards, Shards, StoredTensor
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_SUFFIXES = (".weight_scale", ".weight_scale_inv", ".scale")
 EXPONENT_DTYPES = (torch.uint8, E8M0)
 # The largest exponent with which the format's largest number, 448 or 6, is finite in BF16.
@@ -97,9 +97,7 @@ def mx_notes(shards: Shards) -> tuple[str, ...]:
 
 def mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
     """Dequantizes codes uint8 [..., K / 2] with scales uint8 or E8M0 [..., K / 32] to BF16 [..., K]."""
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    indices = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    blocks = values[indices.long()].reshape(*scales.shape, MX_BLOCK)
+    blocks = code_values(unpack_codes(codes)).reshape(*scales.shape, MX_BLOCK)
     return (blocks * scales.view(E8M0).float().unsqueeze(-1)).to(torch.bfloat16).flatten(-2)
 
 

@@ -262,7 +262,7 @@ class JobRunner:
         """
         while True:
             has_ended = process.has_ended()
-            has_result = (process.directory / "result.json").exists()
+            has_result = has_ended and (process.directory / "result.json").exists()
             job, has_new_events = await asyncio.to_thread(self._store_events, process)
             if has_new_events:
                 await self._notify()
