@@ -82,5 +82,5 @@ def _convert_directory(model: Path, out: Path, format: Target | None, weight_typ
         return f"in {weight_type or 'BF16'} as GGUF, with the tokenizer"
     from fp8serve.model.format_conversion import convert_format
 
-    convert_format(model, out, format)
-    return f"in FP8, as {format}, with the same FP8 values"
+    elements = convert_format(model, out, format).name
+    return f"in {elements}, as {format}, with the same {elements} values"

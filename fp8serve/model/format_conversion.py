@@ -55,8 +55,9 @@ _RECIPES: dict[QuantSpec, tuple[Recipe, ...]] = {
 _Linears = dict[str, StoredLinear]  # by name
 
 
-def convert_format(source: Path | str, out: Path | str, format: str) -> None:
-    """Writes the FP8 model in the directory `source` to `out` in another format, one of FORMATS.
+def convert_format(source: Path | str, out: Path | str, format: str) -> QuantSpec:
+    """Writes the quantized model in the directory `source` to `out` in another format, one of FORMATS, and returns how
+    its weights are quantized.
 
     Raises ModelError if `out` exists, the source has no FP8 layers, or the format cannot express their scales. Raises
     ScalesError if a scale is unusable.
@@ -70,6 +71,7 @@ def convert_format(source: Path | str, out: Path | str, format: str) -> None:
     recipe = infer_recipe(checkpoint, linears, format)
     state = read_matching_state(checkpoint, recipe) or collect_scales(checkpoint, linears, recipe)
     _write(out, checkpoint, linears, state, format)
+    return recipe.specs.linear["weight"]
 
 
 def _write(out: Path | str, checkpoint: Checkpoint, linears: _Linears, state: ScalingCheckpoint, format: str) -> None:
@@ -179,7 +181,7 @@ def write_updated_scales(source: Path, out: Path, updates: ScalingCheckpoint, sc
         state = _replace_scales(_read_state(checkpoint, scales), updates)
         high_precision = [name for name in checkpoint.linears if f"{name}.input" not in state.tensors]
         write_calibrated(out, source, state, high_precision=high_precision, format=format)
-        return
+        return None
     linears = checkpoint.read_fp8(checkpoint.fp8_linears)
     recipe = infer_recipe(checkpoint, linears, format)
     has_file = scales is not None or present(source / FILE_NAME)
