@@ -181,7 +181,7 @@ def write_updated_scales(source: Path, out: Path, updates: ScalingCheckpoint, sc
         state = _replace_scales(_read_state(checkpoint, scales), updates)
         high_precision = [name for name in checkpoint.linears if f"{name}.input" not in state.tensors]
         write_calibrated(out, source, state, high_precision=high_precision, format=format)
-        return None
+        return
     linears = checkpoint.read_fp8(checkpoint.fp8_linears)
     recipe = infer_recipe(checkpoint, linears, format)
     has_file = scales is not None or present(source / FILE_NAME)
