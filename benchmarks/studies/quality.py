@@ -50,6 +50,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "block-gptq": {"name": "block", "rounding": "gptq"},
     "w8a16": {"name": "w8a16"},
     "w8a16-gptq": {"name": "w8a16", "rounding": "gptq"},
+    "mxfp8": {"name": "mxfp8"},
+    "mxfp8-gptq": {"name": "mxfp8", "rounding": "gptq"},
+    "nvfp4-w4a16": {"name": "nvfp4-w4a16"},
+    "nvfp4-w4a16-46": {"name": "nvfp4-w4a16", "four_over_six": True},
+    "nvfp4-w4a16-gptq": {"name": "nvfp4-w4a16", "rounding": "gptq"},
+    "nvfp4-w4a16-gptq-46": {"name": "nvfp4-w4a16", "rounding": "gptq", "four_over_six": True},
+    "mxfp4-w4a16": {"name": "mxfp4-w4a16"},
+    "mxfp4-w4a16-gptq": {"name": "mxfp4-w4a16", "rounding": "gptq"},
 }
 
 
