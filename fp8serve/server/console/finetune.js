@@ -51,9 +51,9 @@ export class Finetune {
   }
 
   /** Asks once whether this server runs jobs at all; where it does not, the form says why and offers a check only. */
-  async askForRefusal() {
+  async checkWhetherJobsRun() {
     if (this.refused !== undefined) return;
-    const info = await get("info").catch(() => null); // a key that does not open it may still start jobs
+    const info = await get("info").catch(() => null); // an API key without access to /info may still be allowed to start jobs
     if (info === null) return;
     this.refused = info.training_refused !== null;
     this.panel.refused = this.refused;
@@ -63,7 +63,7 @@ export class Finetune {
   }
 
   async refresh() {
-    await Promise.all([this.fields.load(), this.askForRefusal()]);
+    await Promise.all([this.fields.load(), this.checkWhetherJobsRun()]);
     const { jobs } = await get(`finetune?limit=${LISTED}`);
     await this.data.refresh();
     const busy = jobs.find((job) => job.status === "running");

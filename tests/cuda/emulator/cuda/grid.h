@@ -95,22 +95,22 @@ inline char* cluster_point(unsigned turn) {
   return &machine.blocks[machine.block->place / machine.cluster * machine.cluster].cluster_barrier[turn % 2];
 }
 
-// If the barrier is not `obeyed`, these wait as usual, but order nothing.
-inline void arrive_at_cluster(bool obeyed) {
+// If the barrier is not `executed`, these wait as usual, but order nothing.
+inline void arrive_at_cluster(bool executed) {
   Thread& self = machine.self();
   if (self.cluster_arrivals != self.cluster_waits) refuse("a thread arrives twice at its cluster's barrier");
   char* const point = cluster_point(self.cluster_arrivals);
-  if (obeyed) races::happens_before(point);
+  if (executed) races::happens_before(point);
   races::stop_watching();
   ++self.cluster_arrivals;
   races::watch();
 }
-inline void wait_for_cluster(bool obeyed) {
+inline void wait_for_cluster(bool executed) {
   Thread& self = machine.self();
   if (self.cluster_arrivals == self.cluster_waits) refuse("a thread waits for its cluster before it arrives");
   char* const point = cluster_point(self.cluster_waits);
   wait(State::at_cluster_barrier);
-  if (obeyed) races::happens_after(point);
+  if (executed) races::happens_after(point);
   races::stop_watching();
   ++self.cluster_waits;
   races::watch();

@@ -176,12 +176,12 @@ inline void enter() {
   to_scheduler();
 }
 
-// If the wait is left out (not `obeyed`), it counts as called, but orders nothing.
-inline void wait_for_earlier_kernels(bool obeyed) {
+// If the wait is left out (not `executed`), it counts as called, but orders nothing.
+inline void wait_for_earlier_kernels(bool executed) {
   races::stop_watching();
   machine.self().has_waited = true;
   races::watch();
-  if (obeyed) races::happens_after(&machine.earlier);
+  if (executed) races::happens_after(&machine.earlier);
 }
 
 // Writes this memory as a preceding kernel would, on a fiber of its own, which only `earlier` orders before

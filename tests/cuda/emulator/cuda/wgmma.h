@@ -204,7 +204,7 @@ inline void fence_async_proxy(const Site& site = Site::current()) {
   emulator::races::stop_watching();
   emulator::need_fibers(self);
   emulator::races::watch();
-  if (!emulator::obeyed(site)) return;
+  if (!emulator::is_executed(site)) return;
   char* const point = &self.proxy_fence;
   emulator::races::happens_before(point);
   emulator::as(self.of_memory,
@@ -212,7 +212,7 @@ inline void fence_async_proxy(const Site& site = Site::current()) {
 }
 
 inline void wgmma_fence(const Site& site = Site::current()) {
-  if (!emulator::obeyed(site)) return;
+  if (!emulator::is_executed(site)) return;
   emulator::Thread& self = emulator::machine.self();
   emulator::races::stop_watching();
   emulator::need_fibers(self);
@@ -225,7 +225,7 @@ inline void wgmma_fence(const Site& site = Site::current()) {
 }
 
 inline void wgmma_commit(const Site& site = Site::current()) {
-  if (!emulator::obeyed(site)) return;
+  if (!emulator::is_executed(site)) return;
   const emulator::races::Unwatched bookkeeping;
   emulator::Thread& self = emulator::machine.self();
   emulator::need_fibers(self);
@@ -238,7 +238,7 @@ inline void wgmma_commit(const Site& site = Site::current()) {
 
 template <int kPending>
 void wgmma_wait(const Site& site = Site::current()) {
-  if (!emulator::obeyed(site)) return;
+  if (!emulator::is_executed(site)) return;
   const emulator::races::Unwatched bookkeeping;
   while (emulator::machine.self().products.size() > kPending + 1) emulator::finish_group();
 }
