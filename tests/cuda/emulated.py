@@ -173,7 +173,9 @@ class Emulator:
         """Treats these tensors as results of an earlier kernel, which every later early launch must wait for."""
         self._library.emulator_add_earlier_write(None, ctypes.c_size_t(0))
         for memory in (tensor.untyped_storage() for tensor in tensors if tensor.numel()):
-            self._library.emulator_add_earlier_write(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes()))
+            self._library.emulator_add_earlier_write(
+                ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes())
+            )
 
     def mma(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Runs an mma instruction of one warp. By lane: a int32 [32, 4], b int32 [32, 2], result FP32 [32, 4]."""

@@ -24,8 +24,9 @@ Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, head_dim]
 
 @dataclass(frozen=True)
 class PendingHeads:
-    """The operands of the projections to q, k and v, before their GEMM, so that one op may run the GEMM, rotate q and k,
-    and write k and v to a cache. Iteration runs the GEMM and yields q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+    """The operands of the projections to q, k and v, before their GEMM, so that one op may run the GEMM, rotate q
+    and k, and write k and v to a cache. Iteration runs the GEMM and yields q [T, heads, head_dim], k and v
+    [T, kv_heads, head_dim]."""
 
     operands: Operands
     widths: Sequence[int]  # of q, k and v
