@@ -126,7 +126,7 @@ std::string cpu_kernels() {
 
 Features features() { return in_force.load(std::memory_order_relaxed); }
 
-void report(const char* op, const Variant& (*variant)()) { reports().emplace(op, variant); }
+void report_variant(const char* op, const Variant& (*variant)()) { reports().emplace(op, variant); }
 
 }  // namespace fp8serve
 

@@ -14,7 +14,7 @@ namespace fp8serve {
 namespace gemm {
 namespace {
 
-// The arguments that every op here has; tensors are held until the work is done.
+// The arguments that every op here has; the tensors live until the work is done.
 struct Arguments {
   Tensor a, b;
   std::optional<Tensor> a_scale, b_scale, bias, residual;
@@ -141,7 +141,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("joined_mm", TORCH_BOX(&fp8serve::gemm::joined_mm));
   m.impl("mx_mm", TORCH_BOX(&fp8serve::gemm::mx_mm));
   for (const char* op : {"scaled_mm", "scaled_mm_add", "mm", "packed_mm", "joined_mm", "mx_mm"}) {
-    fp8serve::report(op, []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
+    fp8serve::report_variant(
+        op, []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
   }
 }
 

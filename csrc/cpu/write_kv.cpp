@@ -72,7 +72,7 @@ void write_rows(const Tensor& x, const Tensor& cache, const Tensor& slots,
   with_element(x.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
     write<T>(rows.width, cache, slots, scale,
-             [&](int64_t t) { return data<const T>(rows.held) + t * rows.stride; });
+             [&](int64_t t) { return data<const T>(rows.tensor) + t * rows.stride; });
   });
 }
 
@@ -132,7 +132,7 @@ struct Rotation {
 
   template <class T>
   void row(int64_t t, T* out) const {
-    dispatch<RotateHeads>(data<const T>(rows.held) + t * rows.stride, data<const T>(cos) + t * dim,
+    dispatch<RotateHeads>(data<const T>(rows.tensor) + t * rows.stride, data<const T>(cos) + t * dim,
                           data<const T>(sin) + t * dim, out, heads, dim);
   }
 };
@@ -198,9 +198,9 @@ Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const 
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("rotary", TORCH_BOX(&fp8serve::rotary));
-  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::exact>>("rotary");
+  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::exact>>("rotary");
   m.impl("write_kv", TORCH_BOX(&fp8serve::write_kv));
-  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("write_kv");
+  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("write_kv");
   m.impl("rotary_write_kv", TORCH_BOX(&fp8serve::rotary_write_kv));
-  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("rotary_write_kv");
+  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("rotary_write_kv");
 }
