@@ -123,7 +123,7 @@ class Emulator:
         """Switches off the kernels that are off by default, and all others on."""
         self.ops.gemm_kernels(torch.zeros(1), OFF_BY_DEFAULT)
 
-    def be(self, capability: int, multiprocessors: int, shared_bytes: int) -> None:
+    def set_chip(self, capability: int, multiprocessors: int, shared_bytes: int) -> None:
         """Emulates this chip; the default is an Ada with four multiprocessors."""
         self._library.emulator_set_chip(capability, multiprocessors, shared_bytes)
 
