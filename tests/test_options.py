@@ -85,7 +85,7 @@ def test_the_message_of_a_validator_is_quoted_without_the_name_of_its_exception(
         ({"light": 1}, "light must be true or false, not 1."),
     ],
 )
-def test_a_bad_value_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
+def test_a_bad_value_is_refused_in_one_sentence(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RequestError) as refused:
         Oven(**values)
     assert str(refused.value) == sentence

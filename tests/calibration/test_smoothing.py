@@ -233,7 +233,7 @@ def test_pairs_without_fp8_layers_are_not_smoothed(model_dir: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_norms_by_one_plus_weight_are_left_alone(tmp_path: Path) -> None:
+def test_norms_by_one_plus_weight_are_not_smoothed(tmp_path: Path) -> None:
     make_model("gemma2", tmp_path / "model", overrides={"vocab_size": VOCAB})
     write_tokenizer(tmp_path / "model")
     report = run(tmp_path / "model", tmp_path / "out", smoothing=0.5)
@@ -287,7 +287,7 @@ def test_alpha_is_a_fraction(alpha: float, model_dir: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.smoke
-def test_scales_alone_cannot_be_smoothed(model_dir: Path, tmp_path: Path) -> None:
+def test_smoothing_is_refused_with_scales_only(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(Fp8ServeError, match="scales_only writes no weights, but smoothing changes weights"):
         run(model_dir, tmp_path / "out", smoothing=0.5, scales_only=True)
     assert list(tmp_path.iterdir()) == []

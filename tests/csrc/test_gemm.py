@@ -230,7 +230,7 @@ def test_non_contiguous_operands(level):
         ({"out": torch.int32}, "out_dtype: is Int, must be Float, BFloat16 or Half"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_the_error_names_the_wrong_argument(change, message):
     good = {"a": torch.zeros(4, 200).to(E4M3), "b": torch.zeros(6, 200).to(E4M3), "a_scale": torch.tensor(1.0)}
     good |= {"b_scale": torch.tensor(1.0), "bias": None, "out": torch.float32}
     with pytest.raises(RuntimeError, match=message):

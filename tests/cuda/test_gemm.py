@@ -220,7 +220,7 @@ def test_large_products_are_close_to_exact_ones(gpu, shape, formats, by):
         )  # a second run has the same bits
 
 
-def test_wrong_arguments_are_named(kernels):
+def test_the_error_names_the_wrong_argument(kernels):
     a, b, one = torch.zeros(4, 200).to(E4M3), torch.zeros(6, 200).to(E4M3), torch.tensor(1.0)
     with pytest.raises(RuntimeError, match=r"b_scale_inv: dim 1 is 3, must be ceil\(K=200 / 128\) = 2"):
         kernels.run("scaled_mm", a, b, one, torch.ones(6, 3), None, torch.float32)

@@ -83,7 +83,7 @@ def test_large_tensors_have_the_bits_of_the_reference(gpu, op):
     assert_same(gpu.run(op, x, FORMATS[0], False), getattr(reference, op)(x, FORMATS[0], False))
 
 
-def test_wrong_arguments_are_named(kernels):
+def test_the_error_names_the_wrong_argument(kernels):
     with pytest.raises(RuntimeError, match="fp8serve::quantize_block: block_rows: is 7, must be 1 or 128"):
         kernels.run("quantize_block", torch.ones(2, 128), FORMATS[0], 7, False)
     with pytest.raises(RuntimeError, match="x: dtype is Double, must be Float or BFloat16 or Half"):

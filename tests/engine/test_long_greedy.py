@@ -73,7 +73,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.pairwise(strength=1)  # tests/csrc compares every op at every level
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_in_a_batch_alone_and_with_a_cached_prefix(
+def test_tokens_are_the_same_in_a_batch_alone_and_with_a_cached_prefix(
     level: str, mode: str, model: Path, expected: dict[str, list[list[int]]]
 ) -> None:
     """Eight prompts in a batch, prefilled in chunks; one alone; and one whose prefix is cached."""

@@ -233,7 +233,7 @@ def test_callback_table_and_prometheus() -> None:
     assert all(f"# HELP {name} " in text for name, _ in PROMETHEUS_METRICS.values())
 
 
-def test_every_must_be_a_step() -> None:
+def test_a_monitor_refuses_an_interval_below_one_step() -> None:
     with pytest.raises(ValueError, match="every must be at least 1 step, found 0"):
         Monitor(model(), every=0)
 

@@ -320,7 +320,7 @@ def test_serving_equals_the_training_forward_bit_for_bit(dtype: torch.dtype) -> 
     assert torch.equal(frozen(x), expected)
 
 
-def test_weights_alone_and_the_gradient_of_a_frozen_layer() -> None:
+def test_a_weight_only_layer_and_the_gradient_of_a_frozen_layer_are_close_to_exact() -> None:
     """The gradient is that of an adapter's base layer: dY in BF16, and W as it is stored."""
     frozen = FrozenLinear.from_linear(nn.Linear(64, 32, bias=False), RECIPES[0])
     weight = dequantize(frozen.weight_q, frozen.weight_scale_inv)

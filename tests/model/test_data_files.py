@@ -35,7 +35,7 @@ ZIPPED = gzip.compress(LINES, mtime=0)
 
 
 @pytest.mark.parametrize("content", [LINES, ZIPPED[:-12], ZIPPED[:20] + b"xx" + ZIPPED[22:], b"\x1f"])
-def test_a_damaged_gzip_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_gzip_file_is_refused_in_one_sentence(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.gz").write_bytes(content)
     with pytest.raises(DataError, match=r"d\.jsonl\.gz is not a complete gzip file: "):
         list(read_examples([tmp_path / "d.jsonl.gz"]))
@@ -184,7 +184,7 @@ def test_a_data_set_with_several_files_needs_a_file_name(hub: Hub) -> None:
         list(read_examples(["hf://datasets/org/set"]))
 
 
-def test_an_error_of_the_hub_is_one_sentence(hub: Hub) -> None:
+def test_an_error_of_the_hub_is_reported_in_one_sentence(hub: Hub) -> None:
     with pytest.raises(DataError) as refused:
         list(read_examples(["hf://datasets/org/set/none.txt"]))
     message = "hf://datasets/org/set/none.txt could not be downloaded from the hub: 404 Client Error."

@@ -101,7 +101,7 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
         ({"messages": [CHAT[1] | {"weight": 0.5}]}, "`weight` must be 0 or 1, not 0.5"),
     ],
 )
-def test_broken_lines_are_named(row: Any, message: str, tmp_path: Path) -> None:
+def test_the_error_names_the_broken_line(row: Any, message: str, tmp_path: Path) -> None:
     path = lines(tmp_path / "d.jsonl", {"text": "fine"}, row)
     with pytest.raises(DataError, match=message) as caught:
         list(read_examples([path]))

@@ -215,7 +215,7 @@ def test_a_converted_mixture_of_transformers_is_not_exported(tmp_path: Path) -> 
         export(theirs, tmp_path / "out", recipe=None)
 
 
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_missing_expert(tmp_path: Path) -> None:
     make_model("qwen3-moe", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.6.up_proj.weight"]

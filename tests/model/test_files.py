@@ -66,7 +66,7 @@ def test_file_in_the_way(tmp_path: Path) -> None:
         pass
 
 
-def test_disk_errors_are_one_sentence(tmp_path: Path) -> None:
+def test_disk_errors_are_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="No space left"), atomic_directory(tmp_path / "out"):
         raise OSError(28, "No space left on device")
 

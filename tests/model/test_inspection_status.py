@@ -201,7 +201,7 @@ def test_usable_cache_scales(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("vocabulary")
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_cache_scales_that_cannot_be_used_are_named_by_every_command(
+def test_every_command_names_cache_scales_that_cannot_be_used(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = with_cache(UNUSABLE[name], tmp_path / "m")

@@ -267,7 +267,7 @@ def test_a_front_process_tokenizes_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_tokenizer_in_another_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_tokenizer_file_that_is_not_supported(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
     with pytest.raises(ModelError, match=r"no tokenizer\.json, and tekken\.json is not supported; save"):
         Tokenizer.from_dir(tmp_path)

@@ -304,7 +304,7 @@ def refusal(tmp_path: Path, **more: Any) -> tuple[int, list[str]]:
         process.popen.wait()
 
 
-def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with open_listener() as other:
         port = other.getsockname()[1]
         status, lines = refusal(tmp_path, port=port)
@@ -314,14 +314,14 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
     ]
 
 
-def test_an_open_port_without_a_key_is_one_sentence(tmp_path: Path) -> None:
+def test_an_open_port_without_a_key_is_refused_in_one_sentence(tmp_path: Path) -> None:
     status, lines = refusal(tmp_path, host="0.0.0.0")
     assert status == 1
     assert len(lines) == 1
     assert "--api-key" in lines[0]
 
 
-def test_a_data_directory_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+def test_a_data_directory_that_cannot_be_used_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     status, lines = refusal(tmp_path, data_dir=str(tmp_path / "file" / "data"))
     assert status == 1

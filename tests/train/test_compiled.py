@@ -129,7 +129,9 @@ def test_too_many_graphs_are_announced_and_the_run_continues(
     assert event["message"].startswith("The layers were compiled 1 times, because their inputs keep changing")
 
 
-def test_an_error_of_the_compiler_is_one_sentence(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_compiler_is_reported_in_one_sentence(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no such instruction\nline 2")
 

@@ -130,7 +130,7 @@ def test_intervals_hold_the_figure_and_narrow_with_documents() -> None:
         (PEER.replace("len(asked['ids'])", "3").replace('len(asked["ids"])', "3"), "logits .* for"),
     ],
 )
-def test_a_peer_that_fails_is_named(text: str, sentence: str, model: Path, tmp_path: Path) -> None:
+def test_the_error_names_the_peer_that_failed(text: str, sentence: str, model: Path, tmp_path: Path) -> None:
     peer = f"other={program(tmp_path, text, read_config(model).vocab_size)}"
     with pytest.raises(JobError, match=f"The peer other .*{sentence}"):
         quality.study(model, tmp_path, QualityOptions(methods=(), peers=(peer,), **SMALL | {"new": 0}), quiet)  # type: ignore[arg-type]

@@ -260,7 +260,7 @@ TestJobTable = JobTable.TestCase
 TestJobTable.settings = settings(max_examples=60, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
-def test_a_table_of_another_layout_is_named_and_left_alone(tmp_path: Path) -> None:
+def test_a_table_of_another_layout_is_refused_and_not_changed(tmp_path: Path) -> None:
     table = tmp_path / "jobs.sqlite3"
     with closing(sqlite3.connect(table)) as newer:
         newer.execute("PRAGMA user_version=9")

@@ -87,7 +87,7 @@ async def test_a_job_from_which_a_running_job_started_cannot_be_deleted(start: S
         assert not is_gone(server, second["id"])
 
 
-async def test_only_the_newest_jobs_are_kept(start: Start) -> None:
+async def test_the_server_keeps_the_newest_jobs_and_the_served_one(start: Start) -> None:
     async with start(keep_jobs=2) as server:
         jobs = [await servable(server), await trained(server)]
         await server.client.post(f"/finetune/{jobs[0]}/activate")  # which stays, however old it is

@@ -63,7 +63,7 @@ def records() -> Iterator[Records]:
         ([], None),
     ],
 )
-def test_the_trace_is_taken_from_a_valid_header_alone(headers: list[str], expected: tuple[str, str] | None) -> None:
+def test_only_a_valid_header_sets_the_trace(headers: list[str], expected: tuple[str, str] | None) -> None:
     scope = {"headers": [(b"traceparent", value.encode("latin-1")) for value in headers]}
     assert trace_context(scope) == expected
 

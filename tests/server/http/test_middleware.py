@@ -101,9 +101,7 @@ HOSTS = [
 
 
 @pytest.mark.parametrize(("host", "status"), HOSTS)
-async def test_a_keyless_server_of_this_machine_answers_to_its_names_alone(
-    start: Start, host: str, status: int
-) -> None:
+async def test_a_keyless_server_answers_only_to_names_of_this_machine(start: Start, host: str, status: int) -> None:
     """Otherwise a page whose host name resolves to 127.0.0.1 (DNS rebinding) could start fine-tunes."""
 
     async with start() as server:
@@ -238,7 +236,7 @@ async def test_prompts_and_keys_stay_out_of_logs_and_metrics(start: Start, caplo
         assert KEY not in sinks
 
 
-async def test_request_ids_are_ours_unless_they_are_plain(start: Start) -> None:
+async def test_an_unusual_request_id_is_replaced_by_a_generated_one(start: Start) -> None:
     async with start() as server:
         assert (await server.client.get("/version", headers={"x-request-id": "abc-1"})).headers[
             "x-request-id"

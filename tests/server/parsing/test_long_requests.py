@@ -256,7 +256,7 @@ def test_a_long_request_is_the_same_job_as_before(server: Process) -> None:
     assert (other.status_code, other.json()["code"]) == (409, "idempotency_mismatch")
 
 
-def test_a_bad_row_of_many_is_named(server: Process) -> None:
+def test_the_error_names_the_bad_row_of_many(server: Process) -> None:
     answer = server.client.post("/finetune", json={"data": [*ROWS[:2000], {"word": "x"}]})
     assert answer.status_code == 422
     assert "2001" in answer.json()["error"]
