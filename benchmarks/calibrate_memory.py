@@ -60,7 +60,7 @@ def limited(num_bytes: int) -> Iterator[Path | None]:
 
 
 def _controller() -> tuple[Path, str]:
-    """Where memory groups are made, and the file that takes the limit."""
+    """Returns the directory of memory groups, and the name of the file for the limit."""
     if (GROUPS / "cgroup.controllers").exists():
         return GROUPS, "memory.max"
     return GROUPS / "memory", "memory.limit_in_bytes"

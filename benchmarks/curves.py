@@ -31,7 +31,7 @@ def in_order(rows: Sequence[Row], seed: int) -> list[Row]:
 
 
 def _ignore(event: Row) -> None:
-    """For callers who want only the curve."""
+    """Ignores an event, for callers that want only the curve."""
 
 
 def trained(config: TrainConfig, names: Mapping[str, str], on_event: Callable[[Row], None] = _ignore) -> Curve:

@@ -174,7 +174,7 @@ def test_every_public_name_is_importable_from_the_top() -> None:
 
 
 def test_recipes_need_no_torch() -> None:
-    """Under both of their names."""
+    """The modules are imported under both of their names."""
     code = (
         "import sys; from fp8serve.recipe import DelayedScaling; import fp8serve\n"
         "assert fp8serve.DelayedScaling is DelayedScaling; print('torch' in sys.modules)"

@@ -114,7 +114,7 @@ def _joined(model: nn.Module, parameters: dict[str, nn.Parameter], name: str) ->
 
 
 def is_same(original: Tensor, loaded: Tensor) -> bool:
-    """The same type and bits, whether a scalar is [] or [1] and a row's scales [N] or [N, 1]."""
+    """Whether type and bits are equal. A scalar may be [] or [1], and the scales of rows [N] or [N, 1]."""
     if original.dtype != loaded.dtype or original.numel() != loaded.numel():
         return False
     left, right = (t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (original, loaded))

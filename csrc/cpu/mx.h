@@ -94,7 +94,7 @@ struct WidenRow {
 };
 
 #if FP8_X86
-// The same by table (gemm_widen.h); `out` has room for whole 64s.
+// Widens a row by table (gemm_widen.h). `out` has room for a multiple of 64 values.
 template <class F>
 FP8_TARGET_AVX512BF16 inline void widen_row_avx512bf16(const uint8_t* from, const uint8_t* codes, int row,
                                                        int64_t k, uint16_t* out) {

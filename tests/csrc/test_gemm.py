@@ -112,7 +112,7 @@ def test_bf16_inputs_with_fp8_weights(level, shape, b_by):
 @pytest.mark.parametrize("b_by", GRANULARITIES)
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 40])
 def test_inputs_in_bf16_give_the_same_bits_everywhere(library, b_by, rows):
-    """On every level, packed or not, and in every batch."""
+    """Compares every level, packed and unpacked weights, and every batch."""
     a, one = tame(rows, 2304, seed=1).bfloat16(), torch.tensor(1.0)
     b, b_scale = quantized(tame(160, 2304, seed=2), b_by)
     packed = torch.empty_like(b).view(packing.packed_shape(*b.shape))

@@ -113,7 +113,7 @@ class Emulator:
         torch.ops.load_library(str(library))
         self.ops = torch.ops.fp8serve_emulated
         self._library = ctypes.CDLL(str(library))
-        for function in ("met", "launches", "launch_impatient"):
+        for function in ("take_reached_sites", "launches", "launch_impatient"):
             getattr(self._library, f"emulator_{function}").restype = ctypes.c_char_p
         self._declared, self._kernels = shared_memory(library), functions(library)
         for memory in self._declared.values():
@@ -139,7 +139,7 @@ class Emulator:
         """Makes all kernels ignore the barrier or wait at "file.cu:line"; "" restores all of them."""
         self._library.emulator_leave_out(site.encode())
 
-    def met(self) -> set[str]:
+    def take_reached_sites(self) -> set[str]:
         """Returns the barriers and waits that kernels have reached since the last call."""
         return set(self._library.emulator_take_reached_sites().decode().split())
 

@@ -198,7 +198,7 @@ def barriers(gpu: emulated.Emulator, kernels: Kernels) -> None:
             print_line(f"RUN {name}")
             gpu.run_backwards(backwards)
             run(kernels)
-            for site in sorted(gpu.met() - reached):
+            for site in sorted(gpu.take_reached_sites() - reached):
                 reached.add(site)
                 print_line(f"WITHOUT {site} {name}: {detection(gpu, kernels, site, run)}")
     print_line(f"MET {' '.join(sorted(reached))}")

@@ -87,7 +87,7 @@ def test_joined_weights_give_the_bits_of_separate_ones(mode: Kernels) -> None:
 
 
 def test_other_kernels_add_in_another_order(kernels: Kernels) -> None:
-    """Otherwise the tests of this file would show nothing."""
+    """If they added in the same order, the tests of this file would show nothing."""
     if kernels.device == "cuda":
         pytest.skip("the kernels differ from GPU to GPU")
     a, a_scale = quantized(tame(129, 2304, seed=1), "row")

@@ -136,7 +136,7 @@ print(missing, dangling)
 @built
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
 def test_the_library_loads_and_registers_every_op(library):
-    """On a torch without CUDA, with the stub of libtorch_cuda.so that the library was linked against."""
+    """Loads it into a torch without CUDA, with the stub of libtorch_cuda.so that the library was linked against."""
     stub = library.parent / "stub"
     environment = {"LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", LOAD, str(library)]

@@ -59,7 +59,7 @@ def test_a_kernel_is_checked_on_thirty_cases_of_all_kinds(kernels: Kernels, name
 
 @pytest.mark.emulator
 def test_attention_without_a_wait_is_found_and_replaced() -> None:
-    """For prompts on Hopper: wgmma is replaced by mma, and mma by FP32."""
+    """Tests prompts on Hopper: mma replaces wgmma, and FP32 replaces mma."""
     gpu, here = emulated.emulator(), torch.zeros(1)
     gpu.ops.gemm_kernels(here, "none")
     by_name = {c.name: c for c in gpu_candidates(gpu.ops)}

@@ -118,7 +118,7 @@ def test_cublaslt_refuses_a_bias_of_another_dtype(kernels: Kernels) -> None:
 
 
 def test_cublaslt_refuses_unaligned_scales(kernels: Kernels) -> None:
-    """Such as the scales of an expert's rows, for which torch raised an error on an H200."""
+    """The scales of an expert's rows may be unaligned; torch raised an error for them on an H200."""
     a, b, a_scale, b_scale = kernels.here(operands(129, 32, 64, "row", "row"))
     args = a[1:], b, a_scale[1:], b_scale, None, BF16
     with pytest.raises(RuntimeError, match="kernel: is cublaslt, which does not multiply this here"):
@@ -138,7 +138,7 @@ def test_cublaslt_is_not_used_for_fp8_output(switched: Kernels, out: torch.dtype
 
 @pytest.mark.parametrize("case", cases("stored_mm"), ids=lambda case: case.name)
 def test_weights_read_before_the_wait_give_the_same_bits(switched: Kernels, case) -> None:
-    """Also for weights with unaligned rows, which the op copies."""
+    """The op copies weights with unaligned rows; they are tested, too."""
     expected = switched.run("scaled_mm", *case.make())
     assert_bits_equal(switched.run("stored_mm", *case.make()), expected)
     disable_kernels(switched, "early_weights")
@@ -237,7 +237,7 @@ def test_a_norm_in_the_prologue_has_the_same_bits_for_every_size(switched: Kerne
 @pytest.mark.emulator
 @pytest.mark.parametrize("op", STORED)
 def test_a_norm_of_few_rows_takes_no_launch(op: str) -> None:
-    """Of five rows it takes one, and where rows or the weight are unaligned."""
+    """A norm of five rows takes a launch, and so does one with unaligned rows or an unaligned weight."""
     gpu, here = emulated.emulator(), torch.zeros(1)
     case = next(case for case in cases(op) if len(case.make()[0]) in (1, 2, 3) and case.make()[0].shape[1] % 16 == 0)
     x, *arguments = normed_case(case).make()

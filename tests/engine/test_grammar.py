@@ -182,7 +182,7 @@ def test_a_grammar_too_complex_for_its_first_step_is_refused_before_queueing(
 
 
 def test_masks_equal_those_of_the_library_without_slices(engine: Engine) -> None:
-    """At every step of an answer."""
+    """Compares them at every step of an answer."""
     schema = json.dumps(SCHEMA | {"properties": {"name": {"type": "string", "maxLength": 40}, "age": {"type": "null"}}})
     vocab = engine.limits.vocab_size
     file = engine.loaded.grammars._file

@@ -149,7 +149,7 @@ def test_padding_writes_no_keys(model_dir: Path, prompt_tokens: int) -> None:
 def test_padding_rows_are_not_counted_by_the_scale_statistics(
     model_dir: Path, tmp_path: Path, prompt_tokens: int
 ) -> None:
-    """On scales so large that inputs of these weights are cut off, too."""
+    """The scales are so large that inputs of these weights are cut off, too."""
     scales = {"recipe": DelayedScaling(), "scales": write_scales(model_dir, tmp_path / "scales")}
     padded, plain = engine(model_dir, FakeGraphs(), prompt_tokens, **scales), engine(model_dir, **scales)
     for one in (padded, plain):

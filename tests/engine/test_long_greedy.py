@@ -99,7 +99,7 @@ def test_tokens_of_layers_called_one_by_one(mode: str, model: Path, expected: di
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_the_memorized_text(mode: str, expected: dict[str, list[list[int]]]) -> None:
-    """So no token is a near tie that rounding could change."""
+    """A model that has memorized a text has no near ties, which rounding could change."""
     for prompt, answer in zip(PROMPTS, expected[mode], strict=True):
         at = (TEXT * 2).index(bytes(prompt)) + len(prompt)
         assert bytes(answer) == (TEXT * 5)[at : at + NEW]

@@ -134,7 +134,7 @@ def test_a_compiled_model_is_announced_and_evaluated_as_the_eager_one() -> None:
 
 
 def test_a_warning_raised_as_an_error_does_not_interrupt_the_update() -> None:
-    """For example if a teacher without scales is evaluated while a student trains."""
+    """Example: a teacher without scales is evaluated while a student trains."""
     student, teacher = model(), model()
 
     @autocast(recipe=SHORT)

@@ -154,7 +154,7 @@ def test_zeros_infinities_and_nan() -> None:
 
 
 def test_a_cast_of_cast_data_gives_the_same_values() -> None:
-    """So a run that starts from an MXFP8 directory computes with the values of the directory."""
+    """Therefore a run that starts from an MXFP8 directory computes with the values of the directory."""
     noise = torch.Generator().manual_seed(2)
     x = torch.randn(64, 256, generator=noise) * torch.randn(64, 256, generator=noise).exp()
     values = dequantize(*quantize(x, granularity="block1x32"))

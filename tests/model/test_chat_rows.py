@@ -172,7 +172,7 @@ def test_arguments_of_trained_calls_are_a_json_object(arguments: Any, message: s
 
 
 def test_a_malformed_call_may_be_context(tmp_path: Path) -> None:
-    """Such a row trains a model to correct the call."""
+    """A row with a malformed call trains a model to correct the call."""
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "city: Oslo"}}
     row = example(messages=[*CHAT[:2], CHAT[2] | {"tool_calls": [call], "weight": 0}, *CHAT[3:]])
     assert trained_text(tokenizer_of(tmp_path, unmarked(CHATML)), row) == ["It is.<|im_end|>", CALLED_LATER]

@@ -259,7 +259,7 @@ def test_transformers_block_checkpoint_is_read(tmp_path: Path) -> None:
 
 
 def block_quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As DeepSeek publishes: scale = amax / 448 of each zero-padded 128 x 128 block."""
+    """Quantizes as DeepSeek does: scale = amax / 448 of each zero-padded 128 x 128 block."""
     rows, cols = weight.shape
     padded = nn.functional.pad(weight, (0, -cols % 128, 0, -rows % 128))
     blocks = padded.view(padded.shape[0] // 128, 128, padded.shape[1] // 128, 128)

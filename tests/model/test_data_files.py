@@ -204,7 +204,7 @@ def test_a_path_is_never_a_name_on_the_hub_or_standard_input(hub: Hub) -> None:
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".txt"])
 @pytest.mark.parametrize("blank", [b"\n", b"\r\n"])
 def test_blank_lines_count_towards_the_row_limit(suffix: str, blank: bytes, tmp_path: Path) -> None:
-    """Otherwise hundreds of millions of blank lines would be read."""
+    """If they did not, hundreds of millions of blank lines would be read."""
     path = tmp_path / f"d{suffix}"
     row = {".csv": b"text\n", ".tsv": b"text\n"}.get(suffix, ROW)
     path.write_bytes(row + blank * 1001 + row)

@@ -183,7 +183,7 @@ def test_stream_adds_up_to_decode_on_any_ids(kind: str, skip: bool, data: st.Dat
 
 
 def test_a_surrogate_is_invalid_at_its_second_byte() -> None:
-    """As the library decodes it; Python's incremental decoder waits for the third byte."""
+    """The library decodes it so; Python's incremental decoder waits for the third byte."""
     subject = STREAMED["byte-level"]
     bytes_of = {subject.token_bytes(i): i for i in range(subject.vocab_size)}
     ids = [bytes_of[byte] for byte in (b"\xed", b"\xa1", b"\x80", b"a")]

@@ -115,7 +115,7 @@ def pickled(**options: Any) -> torch.Tensor:
 
 
 def state_of_version_1(**options: Any) -> torch.Tensor:
-    """As 1.x wrote it: a file of torch.save, without a recipe."""
+    """Returns a state as 1.x wrote it: a file of torch.save, without a recipe."""
     stream = io.BytesIO()
     torch.save(payload(**{"recipe": ..., **options}), stream)
     return as_state(stream.getvalue())
@@ -174,7 +174,7 @@ def test_an_override_of_an_older_version() -> None:
 
 
 def test_a_format_pickled_by_name() -> None:
-    """As some releases of Python 3.11 wrote enumerations: getattr(Format, "E4M3"), which is never called here."""
+    """Some releases of Python 3.11 wrote enumerations so: getattr(Format, "E4M3"), which is never called here."""
 
     class ByName:
         def __reduce__(self) -> tuple[Any, ...]:

@@ -316,7 +316,7 @@ POISONS: dict[str, tuple[Callable[[], Draft], Poison, tuple[str, str]]] = {
     "a scale of the wrong shape": (
         drafts.rows, put(f"{UP}.weight_scale", torch.full((drafts.INNER - 1, 1), 1e-4)),
         ("shape", f"{UP}.weight_scale")),
-    "blocks turned around": (
+    "blocks transposed": (
         drafts.blocks, lambda d: put(f"{UP}.weight_scale_inv", d.tensors[f"{UP}.weight_scale_inv"].t().contiguous())(d),
         ("shape", f"{UP}.weight_scale_inv")),
     "an input scale for each channel": (

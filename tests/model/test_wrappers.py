@@ -64,7 +64,7 @@ def make(kind: str, out: Path, tied: bool | None = None, **save: Any) -> Any:
 
 
 def spelled(new: str) -> Callable[[str], str]:
-    """From transformers 4's keys to 5's."""
+    """Returns a function that renames a key of transformers 4 to that of transformers 5."""
 
     def rename(key: str) -> str:
         if key.startswith("language_model.model."):

@@ -102,7 +102,7 @@ def expected(directory: Path, recipe: str) -> list[tuple[str, list[float]]]:
 
 
 def test_two_families_answer_at_once_as_each_does_alone(client: openai.OpenAI, place: Path) -> None:
-    """To the last bit of every log-probability, with vectors computed in between."""
+    """Every log-probability is equal to the last bit, while vectors are computed in between."""
     directories = {"one": place / "one", "two": place / "more" / "two"}
     expected_answers = {name: expected(directory, RECIPE[name]) for name, directory in directories.items()}
     vectors = Embedder(place / "more" / "three", recipe="bf16").embed(["some text"]).vectors[0]

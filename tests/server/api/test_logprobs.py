@@ -66,7 +66,7 @@ async def test_offsets_are_places_in_the_returned_text(start: Start, text: str, 
 
 
 async def test_completions_list_the_token_itself_beside_the_most_likely_ones(start: Start) -> None:
-    """As with OpenAI and vLLM ("up to logprobs+1 elements"); a chat lists exactly `top_logprobs` alternatives."""
+    """OpenAI and vLLM do so, too ("up to logprobs+1 elements"). A chat lists exactly `top_logprobs` alternatives."""
     async with start() as server:
         whole, chunks = await completion(server, prompt="abc", max_tokens=2, logprobs=0)
         assert whole["logprobs"]["top_logprobs"] == [{token: -0.5} for token in whole["logprobs"]["tokens"]]

@@ -108,7 +108,7 @@ async def test_an_empty_prompt_is_reported_by_the_field_of_the_route(
 
 
 async def test_the_end_is_part_of_the_text_and_of_its_log_probabilities(start: Start) -> None:
-    """With include_stop_str_in_output; without it, the tokens of a stop string are no part of the answer."""
+    """This holds with include_stop_str_in_output; without it, the tokens of a stop string are no part of the answer."""
     async with start() as server:
         request = {"prompt": "abcd", "max_tokens": 8, "stop": ["cd"], "logprobs": 0}
         for shows, text in ((False, "ab"), (True, "abcd")):

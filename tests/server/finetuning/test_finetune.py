@@ -254,7 +254,7 @@ async def test_a_paused_job_frees_its_process_and_goes_on_where_it_was(start: St
 
 @pytest.mark.slow
 async def test_a_paused_job_ends_with_the_bytes_of_one_that_was_not(start: Start, tmp_path: Path) -> None:
-    """With the real training process, which is paused after its first step."""
+    """The job runs the real training process, which is paused after its first step."""
     sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
     model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)
     async with start(worker=TRAINING_COMMAND, model=model) as server:

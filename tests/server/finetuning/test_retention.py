@@ -139,7 +139,7 @@ async def test_metrics_of_a_job_without_a_step(start: Start) -> None:
 async def test_every_checkpoint_is_served_by_name_and_trained_on(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the real training process; the fake engine must know all ids of its tokenizer."""
+    """The job runs the real training process; the fake engine must know all ids of its tokenizer."""
     monkeypatch.setattr(fakes, "VOCABULARY", 320)
     sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
     model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)

@@ -151,7 +151,7 @@ async def test_a_compressed_validation_file_is_not_read_by_the_http_process(
 
 @pytest.mark.parametrize("name", bombs())
 async def test_the_contents_of_a_compressed_file_are_bounded(name: str, start: Start) -> None:
-    """On every route, and in the job's own process."""
+    """The limits apply on every route, and in the job's own process."""
     content, why = bombs()[name]
     assert len(content) < 20_000
     async with start(limits=ServerLimits(rows=1000, row_bytes=1000, upload_bytes=1 << 20)) as server:

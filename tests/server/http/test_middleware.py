@@ -102,7 +102,7 @@ HOSTS = [
 
 @pytest.mark.parametrize(("host", "status"), HOSTS)
 async def test_a_keyless_server_answers_only_to_names_of_this_machine(start: Start, host: str, status: int) -> None:
-    """Otherwise a page whose host name resolves to 127.0.0.1 (DNS rebinding) could start fine-tunes."""
+    """If it answered to others, a page whose host name resolves to 127.0.0.1 (DNS rebinding) could start fine-tunes."""
 
     async with start() as server:
         for method, path, data in (("GET", "/info", None), ("POST", "/finetune", {"data": [{"text": "x"}]})):

@@ -111,7 +111,7 @@ def test_liveness_is_answered_before_a_long_request_is(server: Process, name: st
 
 @pytest.mark.smoke
 def test_a_short_request_does_not_wait_for_a_long_one(server: Process) -> None:
-    """Also if the short request needs a parser process, as every conversation does."""
+    """The short request needs a parser process, too, as every conversation does."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -216,7 +216,7 @@ template <class T>
 T max(T a, T b) {
   return a < b ? b : a;
 }
-// As on the GPU: of a NaN and a number the result is the number, also for signalling NaNs, which C++ would
+// On a GPU, the maximum of a NaN and a number is the number, even for a signalling NaN, which C++ would
 // propagate.
 inline float fmaxf(float a, float b) { return std::isnan(a) ? b : std::isnan(b) || b < a ? a : b; }
 inline float fminf(float a, float b) { return -fmaxf(-a, -b); }

@@ -41,8 +41,8 @@ struct Product {
   const uint32_t* left;  // the left operand's registers, or null for a matrix in shared memory
   uint64_t a, b;         // descriptors
   int count;
-  bool adds, columns_of_k;  // adds to the sums; b's columns, not its rows, are the dimension K
-  std::vector<float> held;  // what the sums held, if this is the first product in flight that writes them
+  bool adds, columns_of_k;    // adds to the sums; b's columns, not its rows, are the dimension K
+  std::vector<float> addend;  // the sums before the product, if it is the first in flight that writes them
 };
 struct Products {
   std::vector<Product> issued;

@@ -75,7 +75,7 @@ inline void take_sums(Product& product, const std::vector<Products>& others) {
       if (other.sums == product.sums) return;
     }
   }
-  product.held.assign(product.sums, product.sums + product.count);
+  product.addend.assign(product.sums, product.sums + product.count);
   std::fill_n(product.sums, product.count, __uint_as_float(kPoison));
 }
 
@@ -123,11 +123,11 @@ inline void finish(Thread& self, size_t group, size_t at, const std::vector<floa
     refuse("the sums of a product were written before it was waited for");
   }
   std::vector<float> result(sums.size());
-  for (size_t i = 0; i < sums.size(); ++i) result[i] = (product.adds ? product.held[i] : 0.0f) + sums[i];
+  for (size_t i = 0; i < sums.size(); ++i) result[i] = (product.adds ? product.addend[i] : 0.0f) + sums[i];
   for (size_t g = group; g < self.products.size(); ++g) {
     for (size_t i = g == group ? at + 1 : 0; i < self.products[g].issued.size(); ++i) {
       if (self.products[g].issued[i].sums != product.sums) continue;
-      self.products[g].issued[i].held = result;
+      self.products[g].issued[i].addend = result;
       return;
     }
   }
