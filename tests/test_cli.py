@@ -61,7 +61,7 @@ def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from fp8serve.cli import main\n"
         f"for c in {COMMANDS!r}: assert main([c, '--help']) == 0\n"
-        f"found = {HEAVY!r} & set(sys.modules); assert not found, found"
+        f"loaded = {HEAVY!r} & set(sys.modules); assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 

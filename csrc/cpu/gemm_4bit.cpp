@@ -20,7 +20,7 @@ FP8_INLINE uint32_t halve(uint32_t codes) {
   codes = (codes | codes >> 4) & 0x00ff00ff;
   return (codes | codes >> 8) & 0xffff;
 }
-// The reverse: the codes of a run in the lower half of `codes` at every second place.
+// The inverse of halve: moves the codes in the lower half of `codes` to every second place.
 FP8_INLINE uint32_t spread(uint32_t codes) {
   codes = (codes | codes << 8) & 0x00ff00ff;
   return (codes | codes << 4) & 0x0f0f0f0f;

@@ -21,10 +21,10 @@ from fp8serve.model.storage.memory import trim
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 
-kept, freed = [], []
+retained, freed = [], []
 for _ in range(6000):
     freed.append(torch.ones(16 * 1024))  # 64 KiB, which come from the heap
-    kept.append(torch.ones(64))
+    retained.append(torch.ones(64))
 before = anonymous()
 del freed
 trim()

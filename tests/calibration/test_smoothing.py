@@ -53,8 +53,8 @@ def planted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Path, out: Path, recipe: str = "delayed", **options: object) -> CalibrationReport:
-    given = SMALL | {"generated_samples": 0} | options
-    return calibrate(model, out=out, recipe=from_name(recipe), **given)  # type: ignore[arg-type]
+    arguments = SMALL | {"generated_samples": 0} | options
+    return calibrate(model, out=out, recipe=from_name(recipe), **arguments)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

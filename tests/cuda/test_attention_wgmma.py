@@ -118,7 +118,7 @@ def test_which_kernels_compute_a_call(emulated_hopper: Kernels, parts, by) -> No
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
 def test_a_prompt_does_not_depend_on_its_batch(hopper: Kernels, cache) -> None:
-    """Nor do other sequences depend on it. Both kernels run, each for its rows; alone, a call has other blocks."""
+    """Other sequences do not depend on the prompt, either. Both kernels run; alone, the prompt has other blocks."""
     paged = Paged([700, 300, 40, 90], dim=64, dtype=cache)
     parts = [(2, 39, 40), (0, 600, 700), (3, 80, 90), (1, 0, 300)]
     together = paged.attend(hopper, parts)

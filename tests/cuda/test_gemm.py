@@ -129,7 +129,7 @@ def test_fp8_output_of_the_product_and_its_amax(kernels, shape, out, a_dtype):
 
 @pytest.mark.parametrize("case", cases("scaled_mm_quantize"), ids=lambda case: case.name)
 def test_fp8_output_of_cases(kernels, case):
-    """Has the bits of scaled_mm in FP32 and a cast, since both ops use the same kernel."""
+    """The output has the bits of scaled_mm in FP32 and a cast, since both ops use the same kernel."""
     *args, scale, out = case.make()
     q, amax = kernels.run("scaled_mm_quantize", *args, scale, out)
     expected, largest = reference.quantize(kernels.run("scaled_mm", *args, torch.float32), scale, out)

@@ -85,7 +85,7 @@ TILES = ["keys-64", "keys-128", "queries-128", "values-64", "values-128"]
 
 @pytest.mark.parametrize("tile", TILES)
 def test_tiles_and_descriptors_equal_those_of_cute(layouts: Layouts, tile: str) -> None:
-    """The offsets of elements, and the descriptors, of csrc/cuda/wgmma_matrix.h."""
+    """Compares the offsets of elements, and the descriptors, of csrc/cuda/wgmma_matrix.h."""
     for name in (tile, f"{tile} matrices"):
         assert torch.equal(layouts[name, "ours"], layouts[name, "cute"])
 

@@ -126,8 +126,8 @@ import sys, torch
 from fp8serve.fp8 import ops
 torch.ops.load_library(sys.argv[1])
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-wanted = ops.compiled_for("cuda")
-missing = [op for op in wanted if not has(f"fp8serve::{op}", "CUDA")]
+expected = ops.compiled_for("cuda")
+missing = [op for op in expected if not has(f"fp8serve::{op}", "CUDA")]
 dangling = [entry for entry in torch._C._dispatch_find_dangling_impls() if "fp8serve" in entry]
 print(missing, dangling)
 """

@@ -117,7 +117,7 @@ def test_scored_prompts_drafts_and_large_steps_run_without_graphs(model_dir: Pat
 
 
 def test_a_prompt_after_a_long_context_runs_without_a_graph(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a sequence that decodes, and alone."""
+    """Runs the prompt beside a sequence that decodes, and without one."""
     monkeypatch.setattr(graphs_module, "MAX_REPLAYED_CONTEXT", 40)
     replayed, plain = (engine(model_dir, each, 64, max_batch_tokens=16) for each in (FakeGraphs(), None))
     prompts, sampling = [[5] * 70, [9]], dict[str, Any](max_new_tokens=9, temperature=0.0, ignore_eos=True)
@@ -125,7 +125,7 @@ def test_a_prompt_after_a_long_context_runs_without_a_graph(model_dir: Path, mon
 
 
 def test_a_step_never_has_as_many_sequences_as_tokens(model_dir: Path) -> None:
-    """Attention would take it for decoding."""
+    """Attention would take such a step for decoding."""
     replayed = engine(model_dir, None)
     replayed.loaded.runner.use_graphs(FakeGraphs(), 15, 96, 64)
     buffers = replayed.loaded.runner._buffers
@@ -162,7 +162,7 @@ def test_padding_rows_are_not_counted_by_the_scale_statistics(
 
 
 def test_graphs_are_captured_again_after_weights_are_replaced(model_dir: Path) -> None:
-    """What is written to lies where the capture read it."""
+    """A weight that is written in place stays at the address that the capture read."""
     graphs = FakeGraphs()
     replayed, plain = engine(model_dir, graphs), engine(model_dir)
     once = list(graphs.captured)

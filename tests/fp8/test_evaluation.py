@@ -110,7 +110,7 @@ def test_a_forward_pass_in_high_precision_reads_no_scale() -> None:
 
 
 def test_a_training_step_is_not_an_evaluation() -> None:
-    """Its scales begin with 1, which is right for the first step."""
+    """The scales of the first training step are 1, which is right and causes no warning."""
     train(model())
 
 

@@ -178,7 +178,7 @@ WRITES = [by_data, by_new_data, by_numpy, in_place, in_inference_mode, by_averag
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_way_to_write_a_weight(name: str, write: Callable[[Tensor], None]) -> None:
-    """While gradients exist, after an evaluation, and between two microbatches without is_first_microbatch."""
+    """Writes while gradients exist, after an evaluation, and between two microbatches without is_first_microbatch."""
     model, recipe = network(), RECIPES[name]
     for _ in range(2):
         loss_of(model, recipe).backward()  # type: ignore[no-untyped-call]

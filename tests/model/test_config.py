@@ -49,9 +49,9 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     if ours.latent is not None:
         assert ours.latent == latent(theirs)
         del names["num_kv_heads"], names["head_dim"]
-    for mine, his in (names | dict(zip(same, same, strict=True))).items():
-        expected = getattr(theirs, his, None)
-        assert getattr(ours, mine) == (128 if (his, expected) == ("head_dim", None) else expected), mine
+    for name, their_name in (names | dict(zip(same, same, strict=True))).items():
+        expected = getattr(theirs, their_name, None)
+        assert getattr(ours, name) == (128 if (their_name, expected) == ("head_dim", None) else expected), name
     assert smallest_window(ours) == window_of(theirs)
     assert {rope.theta for rope in ours.layer_ropes if rope} == thetas(theirs)
     eos = theirs.eos_token_id

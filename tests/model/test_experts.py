@@ -184,7 +184,7 @@ def test_scales_of_stacked_fp8_experts(size: int, fits: bool, tmp_path: Path) ->
 
 
 def test_static_scales_of_stacked_experts(tmp_path: Path) -> None:
-    """As in transformers, each expert has one input scale, and one weight scale each for gate and up."""
+    """Each expert has one input scale and two weight scales, for gate and up, as in transformers."""
     make_model("qwen3-moe", tmp_path)
     tensors = stacked(load_file(tmp_path / "model.safetensors"), "qwen3-moe")
     for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:

@@ -299,7 +299,7 @@ def test_a_reward_gets_prompt_completion_and_row_and_may_print_and_import(
 ) -> None:
     """Its output goes to stderr and is not taken for a reward, and it can import modules from its own directory."""
     (tmp_path / "beside.py").write_text("FACTOR = 2")
-    file = tmp_path / "told.py"
+    file = tmp_path / "reward.py"
     file.write_text(
         "from beside import FACTOR\nprint('hello')\n"
         "def reward(prompt, completion, row):\n"
@@ -347,7 +347,7 @@ class _Grader(BaseHTTPRequestHandler):
         self.wfile.write(payload)
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture(scope="module")

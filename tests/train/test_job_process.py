@@ -53,7 +53,7 @@ def start(directory: Path, *command: str) -> "subprocess.Popen[str]":
 
 @pytest.fixture(autouse=True)
 def handlers() -> Any:
-    """The worker installs its own; running it inside the test process must not leave them."""
+    """Restores the signal handlers of the test process, because a worker that runs in it installs its own."""
     previous = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in previous.items():
@@ -205,7 +205,7 @@ def test_a_run_killed_at_random_writes_the_same_bits(tmp_path: Path, configure: 
 
 
 def run_whole(tmp_path: Path, configure: Configure, **options: Any) -> tuple[Path, Path]:
-    """The directory that one undisturbed process has made, and the same job, not begun yet, in the same place."""
+    """Returns the directory that one undisturbed process has written, and one of the same job before its start."""
     job = make_job(tmp_path / "job", configure, **options)
     described = (job / "job.json").read_bytes()
     process = start(job)

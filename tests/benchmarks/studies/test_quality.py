@@ -29,12 +29,12 @@ vocabulary = int(sys.argv[1])
 print("a library says hello", flush=True)
 print(json.dumps({"bytes": 1000, "name": "uniform"}), flush=True)
 for line in sys.stdin:
-    asked = json.loads(line)
-    if "logits" in asked:
-        np.save(asked["logits"], np.zeros((len(asked["ids"]), vocabulary), np.float32))
+    request = json.loads(line)
+    if "logits" in request:
+        np.save(request["logits"], np.zeros((len(request["ids"]), vocabulary), np.float32))
         print("{}", flush=True)
     else:
-        print(json.dumps({"tokens_per_second": float(asked["new"])}), flush=True)
+        print(json.dumps({"tokens_per_second": float(request["new"])}), flush=True)
 """
 
 
@@ -127,7 +127,7 @@ def test_intervals_hold_the_figure_and_narrow_with_documents() -> None:
     [
         ("raise SystemExit('no weights here')", "status 1: no weights here"),
         ("print('{}', flush=True); input(); print('{}', flush=True); input()", "no logits that can be read"),
-        (PEER.replace("len(asked['ids'])", "3").replace('len(asked["ids"])', "3"), "logits .* for"),
+        (PEER.replace("len(request['ids'])", "3").replace('len(request["ids"])', "3"), "logits .* for"),
     ],
 )
 def test_the_error_names_the_peer_that_failed(text: str, sentence: str, model: Path, tmp_path: Path) -> None:

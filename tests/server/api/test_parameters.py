@@ -288,7 +288,7 @@ async def streamed(server: Server, route: str, body: dict[str, Any]) -> list[dic
     return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
 
 
-BEGUN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, \n"}]
+CONTINUED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, \n"}]
 
 
 def prompt_of(server: Server) -> str:
@@ -297,25 +297,25 @@ def prompt_of(server: Server) -> str:
 
 
 async def test_a_final_assistant_message_is_continued(start: Start) -> None:
-    begun, whole = "<user>hi\n<assistant>Well, \n", "<user>hi\n<assistant>Well, \n\n"
+    continued, whole = "<user>hi\n<assistant>Well, \n", "<user>hi\n<assistant>Well, \n\n"
     fields = ("add_generation_prompt", "continue_final_message")
     async with start() as server:
         for values, prompt in (
             ((None, None), whole + "<assistant>"),
             ((True, False), whole + "<assistant>"),
             ((False, None), whole),
-            ((False, True), begun),
-            ((None, True), begun),
+            ((False, True), continued),
+            ((None, True), continued),
         ):
-            request = {"messages": BEGUN} | dict(zip(fields, values, strict=True))
+            request = {"messages": CONTINUED} | dict(zip(fields, values, strict=True))
             answer = await server.client.post("/v1/chat/completions", json=request | {"max_tokens": 2})
             assert (answer.status_code, prompt_of(server)) == (200, prompt)
             assert answer.json()["choices"][0]["message"]["content"] == "<u"  # the fake engine repeats its prompt
             assert (await server.client.post("/tokenize", json=request)).json()["count"] == len(prompt)
-        prefilled = await server.client.post("/v1/messages", json={"messages": BEGUN, "max_tokens": 2})
-        assert (prefilled.status_code, prompt_of(server)) == (200, begun)
-        counted = await server.client.post("/v1/messages/count_tokens", json={"messages": BEGUN})
-        assert counted.json() == {"input_tokens": len(begun)}
+        prefilled = await server.client.post("/v1/messages", json={"messages": CONTINUED, "max_tokens": 2})
+        assert (prefilled.status_code, prompt_of(server)) == (200, continued)
+        counted = await server.client.post("/v1/messages/count_tokens", json={"messages": CONTINUED})
+        assert counted.json() == {"input_tokens": len(continued)}
 
 
 CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
@@ -325,9 +325,9 @@ CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": 
 @pytest.mark.parametrize(
     "change",
     [
-        {"messages": BEGUN[:1]},
-        {"messages": [*BEGUN, CALLING]},
-        {"messages": BEGUN, "add_generation_prompt": True},
+        {"messages": CONTINUED[:1]},
+        {"messages": [*CONTINUED, CALLING]},
+        {"messages": CONTINUED, "add_generation_prompt": True},
     ],
 )
 async def test_a_conversation_that_cannot_be_continued_is_refused(

@@ -50,10 +50,10 @@ async def wait_for(server: Server, job_id: str, *states: str) -> dict[str, Any]:
 
 
 async def wait_for_step(server: Server, job_id: str) -> None:
-    async def begun() -> bool:
+    async def has_progress() -> bool:
         return bool((await server.client.get(f"/finetune/{job_id}")).json()["progress"])
 
-    await eventually(begun, "the first step")
+    await eventually(has_progress, "the first step")
 
 
 def unblock_job(server: Server, job_id: str) -> None:
