@@ -56,7 +56,7 @@ def test_raw_quotations_finds_raw_exceptions() -> None:
         ("ValueError", "e", 1),
         ("(OSError, KeyError)", "str(e)", 1),
         ("ValueError", "one_line(e)", 0),
-        ("ModelError", "e", 0),  # an exception of ours
+        ("ModelError", "e", 0),  # an exception of fp8serve
     ):
         assert len(list(raw_quotations(ast.parse(source.format(kind, quoted))))) == count, (kind, quoted)
 

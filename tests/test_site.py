@@ -89,7 +89,7 @@ def test_python_in_a_page_compiles(page: Path) -> None:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of every `fp8serve ...` in a block of shell, behind a prompt or not, with continued lines joined.
+    """The words of every `fp8serve ...` in a block of shell, with or without a prompt, with continued lines joined.
 
     A word in capitals stands for a value that the reader inserts, OPTIONS for several.
     """

@@ -64,7 +64,7 @@ def engine(model_dir: Path, capture: Any = None, prompt_tokens: int = 0, **optio
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4, "num_blocks": 24}, {"recipe": "bf16"}])
 def test_answers_equal_those_of_an_engine_without_graphs(model_dir: Path, options: dict[str, Any]) -> None:
-    """The second pool is so small that sequences lose their blocks and come back with others."""
+    """The second pool is so small that sequences are preempted and resumed with other blocks."""
     graphs = FakeGraphs()
     sampling: dict[str, Any] = {"max_new_tokens": 30, "seed": 3, "ignore_eos": True, "logprobs": 2}
     replayed = engine(model_dir, graphs, **options)

@@ -1,4 +1,4 @@
-"""Real adapters in a real server, of the command line, of a route and of a job, asked at once by OpenAI's client."""
+"""A real server with adapters of the command line, of a route and of a job, which OpenAI's client uses at the same time."""
 
 import concurrent.futures
 import os

@@ -226,7 +226,7 @@ async def test_cancel(start: Start, mood: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_paused_job_frees_its_process_and_goes_on_where_it_was(start: Start) -> None:
-    """A pause lasts over a restart of the server. A job behind it runs meanwhile; one that waits is paused at once."""
+    """A job stays paused when the server restarts. Meanwhile the next job runs. A queued job is paused immediately."""
     async with start() as server:
         job, other = await submit(server, "held"), await submit(server)
         await wait_for_step(server, job["id"])
@@ -345,7 +345,7 @@ async def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: 
     async with start() as server:
         job = await submit(server, "held")
         await wait_for_step(server, job["id"])
-        server.state.runner._process = None  # as if this front had been killed: nobody stops the worker
+        server.state.runner._process = None  # as if this front had been killed: the worker is not stopped
         task = server.state.runner._task
         assert task is not None
         task.cancel()

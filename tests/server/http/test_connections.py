@@ -117,7 +117,7 @@ def test_a_connection_is_refused_while_all_others_are_busy(tmp_path: Path) -> No
         busy: list[socket.socket] = []
 
         def is_refused_beside_one_more() -> bool:
-            busy.append(connected(stack, process.port, body))  # it may give way itself, before its header is read
+            busy.append(connected(stack, process.port, body))  # the server may close it before its header is read
             return answer(process.port).startswith(b"HTTP/1.1 503")
 
         until(is_refused_beside_one_more)

@@ -297,7 +297,9 @@ class Client:
         self.pieces, self.events = list(pieces), list[str]()
 
     async def receive(self) -> Any:
-        assert self.pieces, "nothing is read behind the end of the body, which would wait for the client to go"
+        assert self.pieces, (
+            "nothing is read after the end of the body, because that would wait until the client disconnects"
+        )
         self.events.append("read")
         return {"type": "http.request", "body": self.pieces.pop(0), "more_body": bool(self.pieces)}
 
