@@ -26,7 +26,7 @@ def write(path: Path, rows: Sequence[Row]) -> str:
 
 
 def in_order(rows: Sequence[Row], seed: int) -> list[Row]:
-    """The rows in the order in which our trainer takes them in its first epoch."""
+    """Returns the rows in the order in which our trainer takes them in its first epoch."""
     return [rows[i] for i in permutation(len(rows), seed, 0)]
 
 

@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(run: Mapping[str, Any]) -> str:
-    """The figures of a run as JSON, without its samples."""
+    """Returns the figures of a run as JSON, without its samples."""
     return json.dumps(
         {name: value for name, value in run.items() if name not in ("samples", "ends", "failed")}, indent=1
     )

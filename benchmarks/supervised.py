@@ -57,7 +57,7 @@ Row = dict[str, Any]
 
 
 def sums(count: int, seed: int) -> list[Row]:
-    """Different sums of two numbers, in chats."""
+    """Returns different sums of two numbers, in chats."""
     rng = random.Random(seed)
     selected = rng.sample([(one, two) for one in range(10, 100) for two in range(10, 100)], count)
     return [{"messages": _conversation(one, two)} for one, two in selected]
@@ -100,7 +100,7 @@ class Comparison:
         return place if arm.startswith("TRL") else place / "model"
 
     def _base(self, what: str, arm: str) -> str:
-        """The path of the model that is trained; a calibrated one for an adapter beside static scales."""
+        """Returns the path of the model that is trained; a calibrated one for an adapter beside static scales."""
         calibrated = self.folder / "calibrated"
         if what != "adapter" or arm != "delayed":
             return self.model

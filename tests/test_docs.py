@@ -20,7 +20,7 @@ COMMANDS = (ROOT / "docs" / "commands.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced blocks of docs/commands.md in one language."""
+    """Returns the fenced blocks of docs/commands.md in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", COMMANDS, flags=re.M | re.S)
 
 

@@ -145,7 +145,7 @@ def test_families_of_routes_do_not_import_each_other() -> None:
 
 
 def test_independent_modules_and_restricted_packages() -> None:
-    """Some modules import no others of fp8serve. Only the server imports FastAPI, and only the registry torch.library."""
+    """Some modules import no others of fp8serve. Only the server imports FastAPI, only the registry torch.library."""
     wrong = {}
     for module, names in imports().items():
         ours = {name for name in names if name.startswith("fp8serve")}

@@ -22,7 +22,7 @@ SOURCES = sorted(path for folder in ("fp8serve", "calibrate") for path in (ROOT 
 
 
 def caught(handler: ast.ExceptHandler) -> set[str]:
-    """The names of the classes that the clause catches."""
+    """Returns the names of the classes that the clause catches."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return {ast.unparse(kind).rpartition(".")[2] for kind in kinds if kind is not None}
 

@@ -37,7 +37,7 @@ def short_stack(tensors: Tensors) -> Tensors:
 
 
 def fp8_without_a_scale(tensors: Tensors) -> Tensors:
-    """Every expert in FP8, and one has no scale."""
+    """Returns the tensors with every expert in FP8, of which one has no scale."""
     result: Tensors = {}
     for name, tensor in tensors.items():
         in_fp8 = ".experts." in name

@@ -62,7 +62,7 @@ def test_python_is_started_in_one_place() -> None:
 
 
 def child_modules() -> set[str]:
-    """The modules that `module_command` is called with."""
+    """Returns the modules that `module_command` is called with."""
     texts = (path.read_text() for path in sources().values())
     return {name for text in texts for name in re.findall(r"\bmodule_command\(\s*\"([\w.]+)\"", text)}
 

@@ -29,7 +29,7 @@ def logits(model: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def speed(model: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """The median step of greedy decoding."""
+    """Returns the median step of greedy decoding."""
     ids = torch.tensor([request["prompt"]])
     past, steps = None, []
     for _ in range(request["new"] + 1):

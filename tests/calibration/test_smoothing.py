@@ -40,8 +40,8 @@ from .planted import CHANNEL, NORM, plant
 from .test_rounding import SMALL, divergence
 
 LARGE = 18  # 2^18 exceeds the range of E4M3 relative to ordinary values; 2^7 does not
-# The pairs of a layer. Gemma's norms by 1 + weight cannot represent a factor exactly, OLMo has no norm before a linear, the
-# outputs of fused linears cannot be scaled separately, and all linears may read one norm.
+# The pairs of a layer. Gemma's norms by 1 + weight cannot represent a factor exactly, OLMo has no norm before a linear,
+# the outputs of fused linears cannot be scaled separately, and all linears may read one norm.
 PAIRS = {"llama-bias": 4, "llama-wide-head": 4, "qwen2": 4, "qwen3": 4, "gemma2": 2, "gemma3": 2, "granite": 4,
          "smollm3": 4, "phi3": 2, "olmo2": 2, "glm4": 3, "ministral3": 4, "cohere-qk-norm": 3, "cohere2": 3,
          "stablelm": 4, "stablelm-parallel": 3}  # fmt: skip

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def mixture() -> nn.Module:
-    """A model of transformers 5, most of whose weights are experts."""
+    """Returns a model of transformers 5, most of whose weights are experts."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=8, num_experts_per_tok=2,

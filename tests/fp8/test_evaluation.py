@@ -36,7 +36,7 @@ def evaluate(module: nn.Module, recipe: Recipe = SHORT) -> Tensor:
 
 
 def averaged(trained: nn.Module) -> nn.Module:
-    """An EMA model that is made before training and gets the parameters afterwards."""
+    """Returns an EMA model that is made before training and gets the parameters afterwards."""
     average = AveragedModel(model())
     average.update_parameters(trained)
     return average

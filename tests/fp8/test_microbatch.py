@@ -132,7 +132,7 @@ def test_every_optimizer_in_every_order(name: str, order: Callable[..., None], s
 
 
 def closure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> Tensor:
-    """The closure that LBFGS calls several times a step, each time with other weights."""
+    """Returns the closure that LBFGS calls several times a step, each time with other weights."""
     optimizer.zero_grad()
     check_fresh(model, recipe)
     optimizer.zero_grad()

@@ -38,7 +38,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def mantissa_and_exponent(value: float) -> tuple[int, int]:
-    """The exponent and mantissa bits of an FP32 number."""
+    """Returns the exponent and mantissa bits of an FP32 number."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     return (bits >> 23) & 255, bits & 0x7FFFFF
 
@@ -52,7 +52,7 @@ def transformer_engine_code(amax: float, maximum: int) -> int:
 
 
 def smallest_power_code(amax: float, maximum: int) -> int:
-    """The meaning of the rule in exact numbers: the smallest 2^(code - 127) >= amax / maximum."""
+    """Returns the meaning of the rule in exact numbers: the smallest 2^(code - 127) >= amax / maximum."""
     ratio = Fraction(amax) / maximum
     return next(code for code in range(255) if Fraction(2) ** (code - 127) >= ratio)
 
@@ -70,14 +70,14 @@ def modelopt_code(amax: float) -> int:
 
 
 def codes_of(amaxes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The codes that the op gives blocks with these amaxes, each beside 31 smaller elements."""
+    """Returns the codes that the op gives blocks with these amaxes, each beside 31 smaller elements."""
     x = torch.zeros(len(amaxes), 32)
     x[:, 7], x[:, 20] = -amaxes, amaxes / 2
     return torch.ops.fp8serve.quantize_mx(x, dtype)[1].view(torch.uint8)[:, 0]
 
 
 def bf16_amaxes() -> Tensor:
-    """Every finite BF16 magnitude."""
+    """Returns every finite BF16 magnitude."""
     return torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
 
 

@@ -65,5 +65,5 @@ def collector() -> Iterator[Collector]:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    """The attributes of a protobuf span."""
+    """Returns the attributes of a protobuf span."""
     return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}

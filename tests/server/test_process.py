@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 def raw(port: int, data: bytes) -> bytes:
-    """The beginning of the response; empty if the server closes the connection without one."""
+    """Returns the beginning of the response; empty if the server closes the connection without one."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as connection:
         connection.sendall(data)
         return connection.recv(65536)
@@ -277,7 +277,7 @@ def engines(process: Process) -> list[int]:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended, even if its parent has not waited for it."""
+    """Returns whether the process has ended, even if its parent has not waited for it."""
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(") ")[2].startswith("Z")
 

@@ -57,7 +57,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tracing]]:
 
 
 def spans(memory: list[Tracing]) -> dict[str, list[ReadableSpan]]:
-    """The finished spans by name."""
+    """Returns the finished spans by name."""
     provider = memory[-1].provider
     provider.force_flush()
     exporter: Any = provider._active_span_processor._span_processors[0].span_exporter  # type: ignore[attr-defined]

@@ -183,7 +183,7 @@ def finish(directory: Path, mode: str, *more: str) -> int:
 
 
 def same_result(one: Path, two: Path) -> bool:
-    """Every tensor of the last checkpoint and of the served model, by SHA-256."""
+    """Returns every tensor of the last checkpoint and of the served model, by SHA-256."""
     a, b = (checkpoint.list_checkpoints(d / "out" / "checkpoints")[-1] for d in (one, two))
     models = one / "out" / "model", two / "out" / "model"
     served = [hashes(m, "del.safetensors") for m in models]

@@ -292,7 +292,7 @@ CONTINUED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content":
 
 
 def prompt_of(server: Server) -> str:
-    """The prompt of the engine's last request, as text."""
+    """Returns the prompt of the engine's last request, as text."""
     return byte_tokenizer().decode(list(server.launcher.engine.requests[-1].prompt_token_ids))
 
 

@@ -15,7 +15,7 @@ WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
-    """The `tool_choice` of a client that allows these tools."""
+    """Returns the `tool_choice` of a client that allows these tools."""
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 

@@ -243,7 +243,7 @@ async def test_jobs_of_older_versions_are_listed_in_both_formats(start: Start, s
 
 
 def layout(path: Path) -> dict[str, list[tuple[object, ...]]]:
-    """The columns of each table, and the indices."""
+    """Returns the columns of each table, and the indices."""
     with closing(sqlite3.connect(path)) as db:
         names = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'")]
         columns = {name: db.execute(f"PRAGMA table_info({name})").fetchall() for name in names}

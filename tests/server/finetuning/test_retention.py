@@ -27,7 +27,7 @@ async def remove(server: Server, job: str) -> tuple[int, str]:
 
 
 async def servable(server: Server) -> str:
-    """A job that has succeeded, with a result from which another job can start."""
+    """Returns a job that has succeeded, with a result from which another job can start."""
     job = await trained(server)
     shutil.copytree(server.state.settings.model, server.state.runner.job_dir(job) / "out/model", dirs_exist_ok=True)
     return job

@@ -39,7 +39,7 @@ def answer(port: int, data: bytes = HEALTH) -> bytes:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server has closed the connection. Reads the data that it sent before."""
+    """Returns whether the server has closed the connection. Reads the data that it sent before."""
     connection.settimeout(0.01)
     try:
         while connection.recv(65536):

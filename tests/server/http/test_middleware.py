@@ -36,7 +36,7 @@ CREDENTIALS: list[dict[str, str]] = [
 
 
 def paths(app: FastAPI) -> list[str]:
-    """Every route, with its parameters' names as their values; those that /docs hides, too."""
+    """Returns every route, with its parameters' names as their values; those that /docs hides, too."""
     listed = [path.replace("{", "").replace("}", "") for path in app.openapi()["paths"]]
     return [*listed, *PAGES, "/ping", "/generate/stream"]
 
