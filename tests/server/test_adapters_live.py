@@ -1,4 +1,4 @@
-"""A real server with adapters of the command line, of a route and of a job; OpenAI's client uses all of them at once."""
+"""A real server with adapters of the command line, a route and a job; OpenAI's client uses all of them at once."""
 
 import concurrent.futures
 import os

@@ -124,7 +124,7 @@ class Verification:
 
 
 UNVERIFIED = Verification((), math.inf, math.inf, checks_files=False)
-"""The limits of weights that the operator named: they only have to load and to generate a token."""
+"""For weights that the operator named: they only have to load and to generate a token."""
 
 
 async def _perplexity_of_served(served: ServedWeights | None, rows: Sequence[MeasuredRow]) -> float | None:
