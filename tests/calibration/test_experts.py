@@ -96,7 +96,7 @@ def test_written_scales_are_read_back(kind: str, format_: str, tmp_path: Path, r
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "w8a16", "nvfp4-w4a16"])
-def test_recipes_that_scale_by_content(recipe: str, qwen: Path, tmp_path: Path) -> None:
+def test_recipes_that_scale_by_content_are_served(recipe: str, qwen: Path, tmp_path: Path) -> None:
     run(qwen, tmp_path / "out", recipe=from_name(recipe))
     served = load_servable(tmp_path / "out")
     assert sum(isinstance(m, FrozenLinear) for m in served.modules()) == len(served.linear_names())

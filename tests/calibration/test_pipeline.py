@@ -224,7 +224,7 @@ def test_batches_in_any_grouping_give_the_same_input_scales(model_dir: Path, tmp
         assert one.amax == pytest.approx(other.amax, rel=0.02), one.name
 
 
-def test_a_float32_sharded_model_with_tied_embeddings(tmp_path: Path) -> None:
+def test_a_float32_sharded_model_with_tied_embeddings_is_calibrated(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", tie_word_embeddings=True)
     tensors = {k: v.float() for k, v in load_file(source / "model.safetensors").items()}
     names = sorted(tensors)

@@ -196,7 +196,9 @@ def test_an_ordinary_model_has_no_outlier(model_dir: Path, reports: Callable[[Pa
     [{"rounding": "gptq"}, {"heal": 4}, {"kv_cache": True, "gradients": True}, {"input_scales": "search"}],
     ids=str,
 )
-def test_with_other_methods(options: dict[str, object], model_dir: Path, planted: Path, tmp_path: Path) -> None:
+def test_smoothing_works_with_other_methods(
+    options: dict[str, object], model_dir: Path, planted: Path, tmp_path: Path
+) -> None:
     usual = run(model_dir, tmp_path / "usual", **options)
     report = run(planted, tmp_path / "smooth", smoothing=0.5, **options)
     assert kl(report) < 1.2 * kl(usual)

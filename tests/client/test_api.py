@@ -98,7 +98,7 @@ def test_an_error_response_becomes_one_sentence(fake: FakeServer, answer: Answer
     assert refused.value.status in (None, answer.status)
 
 
-def test_pieces_of_an_answer(fake: FakeServer) -> None:
+def test_the_client_yields_the_pieces_of_an_answer(fake: FakeServer) -> None:
     call = {"index": 0, "function": {"name": "look_up", "arguments": ""}}
     events = [
         delta(role="assistant", content=None),

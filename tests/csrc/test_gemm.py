@@ -280,7 +280,7 @@ def test_scales_far_from_one_that_cancel_do_not_overflow(level, rows, by_row):
     assert_bits_equal(OPS.scaled_mm_add(*operands, bias, residual), residual + product)
 
 
-def test_far_scales_of_blocks_and_of_empty_sums(level):
+def test_far_scales_of_blocks_and_of_empty_sums_do_not_overflow(level):
     a, b = tame(3, 200, seed=1).to(E4M3), tame(48, 200, seed=2).to(E4M3)
     far = torch.full((), 1e30)
     actual = OPS.scaled_mm(a, b, far, torch.full((1, 2), 1e-30), None, torch.float32)

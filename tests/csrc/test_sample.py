@@ -123,7 +123,7 @@ def test_tokens_do_not_depend_on_other_rows_or_threads(threads: None) -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 10])
-def test_equal_logits_and_a_row_with_one_possible_token(level: str, top_k: int) -> None:
+def test_equal_logits_draw_the_tokens_of_their_random_numbers(level: str, top_k: int) -> None:
     args, expected = flat_rows(top_k)
     assert OPS.sample(*args).tolist() == expected
 

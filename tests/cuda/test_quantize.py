@@ -70,7 +70,7 @@ def test_one_amax_over_many_blocks(kernels, high):
     assert_same(kernels.run("quantize_current", x, FORMATS[1], False), reference.quantize_current(x, FORMATS[1], False))
 
 
-def test_an_unaligned_input(kernels):
+def test_an_unaligned_input_is_cast_like_the_reference(kernels):
     x = kernels.here(torch.randn(4097, generator=torch.Generator().manual_seed(1)))[1:]
     q, amax = kernels.ops.quantize(x, kernels.here(torch.tensor(3.0)), FORMATS[0])
     assert_same((q.cpu(), amax.cpu()), reference.quantize(x.cpu(), torch.tensor(3.0), FORMATS[0]))

@@ -114,7 +114,9 @@ def never(optimizer: Any, backward: Callable[[], None], set_to_none: bool) -> No
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to none", "to zero"])
 @pytest.mark.parametrize("order", [before_backward, after_step, never])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_in_every_order(name: str, order: Callable[..., None], set_to_none: bool) -> None:
+def test_weights_are_current_after_every_optimizer_in_every_order(
+    name: str, order: Callable[..., None], set_to_none: bool
+) -> None:
     for recipe in RECIPES.values():
         model = network()
         optimizer = OPTIMIZERS[name](model.parameters())
@@ -189,7 +191,7 @@ def test_every_way_to_write_a_weight(name: str, write: Callable[[Tensor], None])
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_averaged_weights_that_are_swapped_in_to_evaluate_and_out_again(name: str) -> None:
+def test_averaged_weights_may_be_swapped_in_to_evaluate_and_out_again(name: str) -> None:
     model, recipe = network(), RECIPES[name]
     average = [torch.full_like(p, 0.01) for p in model.parameters()]
     for _ in range(2):

@@ -134,7 +134,7 @@ def test_bytes_that_are_no_utf8_are_refused(name: str, content: bytes, message: 
         list(read_examples([tmp_path / name]))
 
 
-def test_a_text_of_one_line_of_ten_megabytes(tmp_path: Path) -> None:
+def test_a_text_of_one_line_of_ten_megabytes_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"word " * (2 << 20))
     assert texts(tmp_path / "a.txt") == ["word " * (2 << 20)]
 
@@ -165,7 +165,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return Hub(tmp_path / "hub", monkeypatch)
 
 
-def test_a_file_of_a_data_set_on_the_hub(hub: Hub) -> None:
+def test_a_file_of_a_data_set_on_the_hub_is_read(hub: Hub) -> None:
     assert texts("hf://datasets/org/my.set@v1/train.jsonl") == ["one", "two"]
     assert texts("hf://datasets/org/my.set") == ["one", "two"]  # the only file of the data set
     assert hub.downloads == [

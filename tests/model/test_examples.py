@@ -131,7 +131,7 @@ def test_a_prompt_beside_messages_is_a_note(tmp_path: Path) -> None:
         ("a.txt", b"ab\xff", "not UTF-8 text: byte 2"),
     ],
 )
-def test_unusable_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_unusable_files_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         list(read_examples([tmp_path / name]))

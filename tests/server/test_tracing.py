@@ -231,7 +231,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_real_engine_and_a_real_collector(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_engine_sends_spans_to_a_real_collector(
+    real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "my-service")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=abc")
     with collector() as otel_collector:

@@ -396,7 +396,7 @@ def test_an_unreachable_grader_url_is_reported(monkeypatch: pytest.MonkeyPatch) 
         UrlGrader("http://127.0.0.1:1/grade", 60).rewards(ASKED)
 
 
-def test_a_run_with_a_grader_url(grpo: Configure, grader_url: str) -> None:
+def test_a_run_gets_rewards_from_a_grader_url(grpo: Configure, grader_url: str) -> None:
     metrics = metrics_of(grpo(grader_url=f"{grader_url}/grade", max_steps=2))
     assert all(m["reward"] > 0 for m in metrics)
 

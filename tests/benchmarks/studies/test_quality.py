@@ -137,18 +137,18 @@ def test_the_error_names_the_peer_that_failed(text: str, sentence: str, model: P
 
 
 @pytest.mark.parametrize("peer", ["=x", "name", "name="])
-def test_a_peer_without_a_name_or_a_place(peer: str, model: Path, tmp_path: Path) -> None:
+def test_a_peer_without_a_name_or_a_place_is_refused(peer: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(JobError, match="NAME=DIRECTORY"):
         quality.study(model, tmp_path, QualityOptions(methods=(), peers=(peer,), **SMALL), quiet)  # type: ignore[arg-type]
 
 
-def test_a_peer_that_cannot_be_started(model: Path, tmp_path: Path) -> None:
+def test_a_peer_that_cannot_be_started_is_refused(model: Path, tmp_path: Path) -> None:
     options = QualityOptions(methods=(), peers=("other=/no/such/program",), **SMALL)  # type: ignore[arg-type]
     with pytest.raises(JobError, match="The peer other cannot be started"):
         quality.study(model, tmp_path, options, quiet)
 
 
-def test_methods_that_do_not_exist() -> None:
+def test_methods_that_do_not_exist_are_refused() -> None:
     with pytest.raises(JobError, match="no method 'int4'; choose from static, "):
         QualityOptions(methods=("int4",))
 

@@ -120,7 +120,7 @@ async def test_the_end_is_part_of_the_text_and_of_its_log_probabilities(start: S
             assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
 
 
-async def test_128_answers_to_one_prompt(start: Start) -> None:
+async def test_a_request_may_have_128_answers_to_one_prompt(start: Start) -> None:
     async with start() as server:
         response = (await server.client.post("/v1/chat/completions", json=CHAT | {"n": 128})).json()
         assert [choice["index"] for choice in response["choices"]] == list(range(128))
@@ -223,7 +223,7 @@ async def test_an_echo_and_prompt_logprobs_do_not_mix(start: Start) -> None:
             assert tops == ([None, {"b": -1.0}, {"c": -2.0}] if logprobs == 0 else None)
 
 
-async def test_details_of_the_prompt_on_the_native_route(start: Start) -> None:
+async def test_the_native_route_returns_details_of_the_prompt(start: Start) -> None:
     async with start() as server:
         parameters = {"max_new_tokens": 1, "details": True, "decoder_input_details": True}
         response = (await server.client.post("/generate", json={"inputs": "abc", "parameters": parameters})).json()

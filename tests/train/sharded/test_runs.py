@@ -61,7 +61,7 @@ def test_an_fp8_base_model(configure: Configure, tmp_path: Path, fp8_dir: Path) 
     assert_trains_as_one(configure, tmp_path, model=str(fp8_dir), recipe_options={"reduce_amax": False})
 
 
-def test_three_processes_whose_shards_are_uneven(configure: Configure, tmp_path: Path) -> None:
+def test_three_processes_with_uneven_shards_have_the_losses_of_one(configure: Configure, tmp_path: Path) -> None:
     """Shards have 22, 22 and 20 of 64 rows. AdamW rounds the elements after the last 16 of a tensor differently."""
     options = {**SHARED, "recipe": "bf16"}
     train_on(1, configure(**options, out=str(tmp_path / "1")))
