@@ -192,13 +192,15 @@ Pair silu_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up)
 }  // namespace
 }  // namespace fp8serve
 
+// `report` records the variants of an op, of which `backends()` and doctor show the one that runs
+// (features.h).
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("rms_norm", TORCH_BOX(&fp8serve::rms_norm));
-  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::last_bit>>("rms_norm");
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("rms_norm");
   m.impl("rms_norm_backward", TORCH_BOX(&fp8serve::rms_norm_backward));
-  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::last_bit>>("rms_norm_backward");
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("rms_norm_backward");
   m.impl("silu_mul", TORCH_BOX(&fp8serve::silu_mul));
-  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::last_bit>>("silu_mul");
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("silu_mul");
   m.impl("silu_mul_backward", TORCH_BOX(&fp8serve::silu_mul_backward));
-  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::last_bit>>("silu_mul_backward");
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("silu_mul_backward");
 }

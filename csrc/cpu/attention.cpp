@@ -355,5 +355,5 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("paged_attention", TORCH_BOX(&fp8serve::attention::paged_attention));
-  fp8serve::report_variant<fp8serve::attention::kVariants>("paged_attention");
+  fp8serve::report<fp8serve::attention::kVariants>("paged_attention");
 }

@@ -163,5 +163,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_in, const
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("attention_backward", TORCH_BOX(&fp8serve::attention_backward::backward));
-  fp8serve::report_variant<fp8serve::pairs::kVariants>("attention_backward");
+  fp8serve::report<fp8serve::pairs::kVariants>("attention_backward");
 }

@@ -159,5 +159,5 @@ std::tuple<Tensor, Tensor> choose_experts(const Tensor& logits_in, const std::op
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("choose_experts", TORCH_BOX(&fp8serve::choose_experts));
-  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::last_bit>>("choose_experts");
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("choose_experts");
 }

@@ -75,10 +75,10 @@ Tensor grouped_mlp(const Tensor& x_in, const Tensor& chosen, const Tensor& weigh
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("rms_norm_quantize_rows", TORCH_BOX(&fp8serve::rms_norm_quantize_rows));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("rms_norm_quantize_rows");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("rms_norm_quantize_rows");
   m.impl("silu_mul_quantize_rows", TORCH_BOX(&fp8serve::silu_mul_quantize_rows));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("silu_mul_quantize_rows");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("silu_mul_quantize_rows");
   m.impl("grouped_mlp", TORCH_BOX(&fp8serve::grouped_mlp));
-  fp8serve::report_variant("grouped_mlp",
-                           []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
+  fp8serve::report("grouped_mlp",
+                   []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
 }

@@ -113,7 +113,7 @@ Pair silu_mul_quantize(const Tensor& gate, const Tensor& up, const Tensor& scale
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("rms_norm_quantize", TORCH_BOX(&fp8serve::rms_norm_quantize));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("rms_norm_quantize");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("rms_norm_quantize");
   m.impl("silu_mul_quantize", TORCH_BOX(&fp8serve::silu_mul_quantize));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("silu_mul_quantize");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("silu_mul_quantize");
 }

@@ -1,9 +1,9 @@
 // The features of this processor; `fp8serve::cpu_isa(str cap) -> str`, which caps them and returns the level
 // in force; and `fp8serve::cpu_kernels() -> str`, which returns the variant that each op runs, as JSON.
 //
-// The cap is a test hook: it holds for the whole process, "best" lifts it, "" changes nothing. It is a level,
-// which is a name for a set of features, or several levels and features joined by "+". The level in force is
-// the highest one whose features are all in force. Neither op takes a tensor, so they are registered for no
+// The cap is a test hook: it holds for the whole process, "best" lifts it, "" only asks. It is a level, which
+// is a name for a set of features, or several levels and features joined by "+". The level in force is the
+// highest one whose features are all in force. Neither op takes a tensor, so they are registered for no
 // device.
 #include "cpu/features.h"
 
@@ -126,7 +126,7 @@ std::string cpu_kernels() {
 
 Features features() { return in_force.load(std::memory_order_relaxed); }
 
-void report_variant(const char* op, const Variant& (*variant)()) { reports().emplace(op, variant); }
+void report(const char* op, const Variant& (*variant)()) { reports().emplace(op, variant); }
 
 }  // namespace fp8serve
 

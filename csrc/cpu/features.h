@@ -91,10 +91,10 @@ const Variant& best(const std::array<Variant, N>& table) {
 }
 
 // Records which variant an op runs, for `backends()` and doctor; called where the op is registered.
-void report_variant(const char* op, const Variant& (*variant)());
+void report(const char* op, const Variant& (*variant)());
 template <const auto& table>
-void report_variant(const char* op) {
-  report_variant(op, []() -> const Variant& { return best(table); });
+void report(const char* op) {
+  report(op, []() -> const Variant& { return best(table); });
 }
 
 #if FP8_X86

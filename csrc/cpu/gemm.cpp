@@ -1,11 +1,11 @@
-// scaled_mm: FP8 or BF16 [M, K] x FP8 [N, K] -> [M, N], any mix of formats and scale granularities.
-// scaled_mm_add also adds a residual. mm has the same order of sums for two BF16 operands. packed_mm computes
-// these three with weights that pack_weight has packed, joined_mm with stacked weights that are scaled in
-// blocks, and mx_mm with operands in MX blocks (mx.h).
+// scaled_mm: FP8 or BF16 [M, K] x FP8 [N, K] -> [M, N], any mix of formats and scale granularities;
+// scaled_mm_add, the same added to a residual; mm, the same sums for two BF16 operands; packed_mm, all
+// three with weights that pack_weight has packed; joined_mm, for stacked weights that are scaled in blocks;
+// mx_mm, all of them for operands in MX blocks (mx.h).
 //
-// Both operands have K contiguous, as weights in a checkpoint do. Training and calibration read weights in
-// this order, memory-mapped or not; serving packs them (gemm_packed.h). This file checks the arguments of the
-// ops; gemm_run.cpp divides the work, and gemm.h defines the arithmetic.
+// Both operands have K contiguous, as weights in a checkpoint do: they are read as they are, memory-mapped
+// or not. Training and calibration do that; serving packs them (gemm_packed.h). This file checks the
+// arguments of the ops; the work is in gemm_run.cpp, the arithmetic in gemm.h.
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/gemm_arguments.h"
@@ -14,7 +14,7 @@ namespace fp8serve {
 namespace gemm {
 namespace {
 
-// The arguments that every op here has; the tensors live until the work is done.
+// The arguments that every op here has; tensors are held until the work is done.
 struct Arguments {
   Tensor a, b;
   std::optional<Tensor> a_scale, b_scale, bias, residual;
@@ -141,8 +141,7 @@ STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("joined_mm", TORCH_BOX(&fp8serve::gemm::joined_mm));
   m.impl("mx_mm", TORCH_BOX(&fp8serve::gemm::mx_mm));
   for (const char* op : {"scaled_mm", "scaled_mm_add", "mm", "packed_mm", "joined_mm", "mx_mm"}) {
-    fp8serve::report_variant(
-        op, []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
+    fp8serve::report(op, []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
   }
 }
 

@@ -20,7 +20,7 @@ FP8_INLINE uint32_t halve(uint32_t codes) {
   codes = (codes | codes >> 4) & 0x00ff00ff;
   return (codes | codes >> 8) & 0xffff;
 }
-// The inverse of halve: moves the codes in the lower half of `codes` to every second place.
+// The reverse: the codes of a run in the lower half of `codes` at every second place.
 FP8_INLINE uint32_t spread(uint32_t codes) {
   codes = (codes | codes << 8) & 0x00ff00ff;
   return (codes | codes << 4) & 0x0f0f0f0f;
@@ -118,12 +118,12 @@ void pack_4bit(const Tensor& codes, const Tensor& scales, const Tensor& out_code
                {groups, {"blocks", extra + blocks.value()}, {"rows", kGroup}});
   check.require(out_codes.is_contiguous() && out_scales.is_contiguous(), "out_codes and out_scales",
                 "must be contiguous");
-  const Tensor dense_codes = dense(codes), dense_scales = dense(scales);
+  const Tensor held = dense(codes), held_scales = dense(scales);
   parallel_tasks(n / kGroup, [&](int64_t group) {
     for (int64_t c = 0; c < kGroup; ++c) {
       const int64_t row = group * kGroup + c;
-      pack_row(data<const uint8_t>(dense_codes) + row * k / 2,
-               data<const uint8_t>(dense_scales) + row * blocks.value(), kind, k, c,
+      pack_row(data<const uint8_t>(held) + row * k / 2,
+               data<const uint8_t>(held_scales) + row * blocks.value(), kind, k, c,
                data<char>(out_codes) + group * kGroup * k / 2,
                data<uint8_t>(out_scales) + group * (extra + blocks.value()) * kGroup);
     }
@@ -184,16 +184,16 @@ Tensor mm_4bit(const Tensor& x, const Tensor& codes, const Tensor& scales,
   if (bias) check.tensor("bias", *bias, kHigh, {n});
   const Tensor a = dense(x), b = dense(codes), b_scales = dense(scales);
   const auto global = global_scale ? std::optional(dense(*global_scale)) : std::nullopt;
-  const auto dense_bias = bias ? std::optional(dense(*bias)) : std::nullopt;
+  const auto held_bias = bias ? std::optional(dense(*bias)) : std::nullopt;
   Tensor out = empty({m.value(), n.value()}, ScalarType::BFloat16);
   Problem p{.a = {data<const char>(a), Kind::bf16, k.value()},
             .b = {.values = data<const char>(b), .kind = kind, .k = k.value(), .packed = packed},
             .m = m.value(),
             .n = n.value(),
             .k = k.value(),
-            .bias_type = dense_bias ? dense_bias->scalar_type() : ScalarType::BFloat16,
+            .bias_type = held_bias ? held_bias->scalar_type() : ScalarType::BFloat16,
             .out_type = ScalarType::BFloat16,
-            .bias = dense_bias ? dense_bias->data_ptr() : nullptr,
+            .bias = held_bias ? held_bias->data_ptr() : nullptr,
             .residual = nullptr,
             .out = out.data_ptr()};
   RowScales rows;
@@ -234,8 +234,8 @@ void widen_4bit(const Operand& x, int64_t row, int64_t column, int64_t k, uint16
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("pack_4bit", TORCH_BOX(&fp8serve::gemm::pack_4bit));
-  fp8serve::report_variant<fp8serve::kPlain>("pack_4bit");
+  fp8serve::report<fp8serve::kPlain>("pack_4bit");
   m.impl("mm_4bit", TORCH_BOX(&fp8serve::gemm::mm_4bit));
-  fp8serve::report_variant("mm_4bit",
-                           []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
+  fp8serve::report("mm_4bit",
+                   []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
 }

@@ -15,11 +15,11 @@ namespace {
 
 // offsets int32 [E]: where the rows of each expert end; they begin where those of the one before end.
 struct Experts {
-  Tensor offsets;
+  Tensor held;
   int64_t count;
 
   int64_t begin(int64_t expert) const { return expert == 0 ? 0 : end(expert - 1); }
-  int64_t end(int64_t expert) const { return data<const int32_t>(offsets)[expert]; }
+  int64_t end(int64_t expert) const { return data<const int32_t>(held)[expert]; }
   std::vector<int64_t> with_rows() const {
     std::vector<int64_t> experts;
     for (int64_t e = 0; e < count; ++e)
@@ -42,12 +42,12 @@ Experts experts_of(const Contract& check, const Tensor& offsets, Size count, int
 
 // The scale_inv of all experts; `of` gives that of one expert.
 struct Scales {
-  Tensor scale_inv;
+  Tensor held;
   int64_t per_expert = 0, per_row = 0;  // elements from one expert, and from one row, to the next
   int64_t rows = 1, blocks = 0;         // as in Operand
 
   void of(int64_t expert, int64_t row, Operand& out) const {
-    out.scale = data<const float>(scale_inv) + expert * per_expert + row * per_row;
+    out.scale = data<const float>(held) + expert * per_expert + row * per_row;
     out.scale_rows = rows;
     out.scale_blocks = blocks;
   }
@@ -58,16 +58,16 @@ constexpr int64_t kAllRows = int64_t{1} << 62;
 // The scales of all experts in MX blocks (mx.h), one expert's rows after the other's; `of` gives those of the
 // rows from `row` on.
 struct MxScales {
-  Tensor codes;
+  Tensor held;
   int64_t blocks = 0;
   RowScales rows;
 
   // Computes the scales of the rows of these experts, each of which has `count`.
   void compute(const std::vector<int64_t>& experts, int64_t count) {
-    compute_row_scales(data<const uint8_t>(codes), blocks, experts, count, rows);
+    compute_row_scales(data<const uint8_t>(held), blocks, experts, count, rows);
   }
   void of(int64_t row, Operand& out) const {
-    out.mx_codes = data<const uint8_t>(codes) + row * blocks;
+    out.mx_codes = data<const uint8_t>(held) + row * blocks;
     out.mx_blocks = blocks;
     out.mx_rows = rows.codes.data() + row;
     out.scale = rows.values.data() + row;
@@ -249,7 +249,7 @@ std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& sc
   Tensor q = empty({rows, cols}, dtype), amax = empty({count.value()}, ScalarType::Float);
   std::fill_n(data<float>(amax), count.value(), 0.0f);
   std::vector<float> largest(static_cast<size_t>(rows));
-  const int32_t* ends = data<const int32_t>(experts.offsets);
+  const int32_t* ends = data<const int32_t>(experts.held);
   const auto expert_of = [&](int64_t row) {
     return std::upper_bound(ends, ends + experts.count, row) - ends;
   };
@@ -274,8 +274,8 @@ std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& sc
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("grouped_mm", TORCH_BOX(&fp8serve::gemm::grouped_mm));
-  fp8serve::report_variant("grouped_mm",
-                           []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
+  fp8serve::report("grouped_mm",
+                   []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
   m.impl("grouped_quantize", TORCH_BOX(&fp8serve::gemm::grouped_quantize));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("grouped_quantize");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("grouped_quantize");
 }

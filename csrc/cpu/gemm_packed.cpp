@@ -83,5 +83,5 @@ void unpack_block(const char* packed, int64_t k, Kind kind, int64_t stride, char
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("pack_weight", TORCH_BOX(&fp8serve::gemm::pack_weight));
-  fp8serve::report_variant<fp8serve::kPlain>("pack_weight");
+  fp8serve::report<fp8serve::kPlain>("pack_weight");
 }

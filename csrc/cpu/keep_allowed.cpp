@@ -53,5 +53,5 @@ void keep_allowed(const Tensor& logits, const Tensor& rows_in, const Tensor& all
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("keep_allowed", TORCH_BOX(&fp8serve::keep_allowed));
-  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::exact>>("keep_allowed");
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::exact>>("keep_allowed");
 }

@@ -46,5 +46,5 @@ Tensor look_up(const Tensor& x, const Tensor& table_in) {
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("look_up", TORCH_BOX(&fp8serve::look_up));
-  fp8serve::report_variant<fp8serve::kPlain>("look_up");
+  fp8serve::report<fp8serve::kPlain>("look_up");
 }

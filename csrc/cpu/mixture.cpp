@@ -141,6 +141,6 @@ Tensor add_weighted(const Tensor& outputs_in, const Tensor& places_in, const Ten
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("sort_by_expert", TORCH_BOX(&fp8serve::sort_by_expert));
   m.impl("add_weighted", TORCH_BOX(&fp8serve::add_weighted));
-  fp8serve::report_variant<fp8serve::kPlain>("sort_by_expert");
-  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::exact>>("add_weighted");
+  fp8serve::report<fp8serve::kPlain>("sort_by_expert");
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::exact>>("add_weighted");
 }

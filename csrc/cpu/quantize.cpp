@@ -220,11 +220,11 @@ Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bo
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("quantize", TORCH_BOX(&fp8serve::quantize));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize");
   m.impl("quantize_current", TORCH_BOX(&fp8serve::quantize_current));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_current");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_current");
   m.impl("quantize_rowwise", TORCH_BOX(&fp8serve::quantize_rowwise));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_rowwise");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_rowwise");
   m.impl("quantize_block", TORCH_BOX(&fp8serve::quantize_block));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_block");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_block");
 }

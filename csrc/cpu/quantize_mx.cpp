@@ -87,5 +87,5 @@ std::tuple<Tensor, Tensor> quantize_mx(const Tensor& x_in, ScalarType dtype, boo
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("quantize_mx", TORCH_BOX(&fp8serve::quantize_mx));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_mx");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_mx");
 }

@@ -309,5 +309,5 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("sample", TORCH_BOX(&fp8serve::sampling::sample));
-  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::sums_fp64>>("sample");
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::sums_fp64>>("sample");
 }

@@ -88,5 +88,5 @@ void delayed_update(const Tensors scales, const Tensors histories, const Tensors
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("delayed_update", TORCH_BOX(&fp8serve::delayed_update));
-  fp8serve::report_variant<fp8serve::kPlain>("delayed_update");
+  fp8serve::report<fp8serve::kPlain>("delayed_update");
 }

@@ -215,11 +215,11 @@ Tensor transpose_half(const Tensor& x) {
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("quantize_transpose", TORCH_BOX(&fp8serve::quantize_transpose));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_transpose");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_transpose");
   m.impl("quantize_delayed", TORCH_BOX(&fp8serve::quantize_delayed));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_delayed");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_delayed");
   m.impl("transpose_half", TORCH_BOX(&fp8serve::transpose_half));
-  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::exact>>("transpose_half");
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::exact>>("transpose_half");
   m.impl("transpose_fp8", TORCH_BOX(&fp8serve::transpose_fp8));
-  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::exact>>("transpose_fp8");
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::exact>>("transpose_fp8");
 }

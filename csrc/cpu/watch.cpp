@@ -91,5 +91,5 @@ Tensor quantize_watched(const Tensor& x, const std::optional<Tensor>& other, con
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("quantize_watched", TORCH_BOX(&fp8serve::quantize_watched));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("quantize_watched");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("quantize_watched");
 }

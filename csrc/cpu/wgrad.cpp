@@ -81,5 +81,5 @@ Tensor wgrad(const Tensor& dy_in, const Tensor& x_in) {
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("wgrad", TORCH_BOX(&fp8serve::wgrad));
-  fp8serve::report_variant<fp8serve::pairs::kVariants>("wgrad");
+  fp8serve::report<fp8serve::pairs::kVariants>("wgrad");
 }

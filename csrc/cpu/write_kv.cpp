@@ -198,9 +198,9 @@ Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const 
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("rotary", TORCH_BOX(&fp8serve::rotary));
-  fp8serve::report_variant<fp8serve::kVector<fp8serve::Numerics::exact>>("rotary");
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::exact>>("rotary");
   m.impl("write_kv", TORCH_BOX(&fp8serve::write_kv));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("write_kv");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("write_kv");
   m.impl("rotary_write_kv", TORCH_BOX(&fp8serve::rotary_write_kv));
-  fp8serve::report_variant<fp8serve::kCasting<fp8serve::Numerics::exact>>("rotary_write_kv");
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("rotary_write_kv");
 }
