@@ -1,4 +1,4 @@
-// The parts of the CUDA launches that are plain C++, against a runtime and a driver that are made up.
+// Tests the parts of the CUDA launches that are plain C++, with a fake runtime and a fake driver.
 #include <cstdio>
 #include <vector>
 

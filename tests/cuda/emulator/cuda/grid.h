@@ -15,7 +15,7 @@
 
 namespace fp8serve::emulator {
 
-// If threads poll so often while no thread ends and none writes a word atomically, they poll for ever.
+// Threads that poll this often, while no thread ends or writes a word atomically, are taken to poll for ever.
 constexpr unsigned long kMostPolls = 1 << 18;
 
 inline unsigned blocks_of(const dim3& grid) { return grid.x * grid.y * grid.z; }
@@ -90,12 +90,12 @@ inline unsigned begin_blocks(unsigned next, unsigned most) {
   return next;
 }
 
-// The two points in time of a cluster's barrier are with its first block.
+// The first block of a cluster stores the two points in time of the cluster's barrier.
 inline char* cluster_point(unsigned turn) {
   return &machine.blocks[machine.block->place / machine.cluster * machine.cluster].cluster_barrier[turn % 2];
 }
 
-// If the barrier is not `executed`, these wait as usual, but order nothing.
+// If the barrier is not `executed`, both functions wait as usual, but order nothing.
 inline void arrive_at_cluster(bool executed) {
   Thread& self = machine.self();
   if (self.cluster_arrivals != self.cluster_waits) refuse("a thread arrives twice at its cluster's barrier");
@@ -238,7 +238,7 @@ inline bool is_declared_used() {
   });
 }
 
-// Runs the kernel of which `machine` has the shape and the body.
+// Runs the kernel whose shape and body are in `machine`.
 inline void run_grid(bool concurrent) {
   const races::Unwatched bookkeeping;
   machine.scheduler_fiber = races::this_fiber();

@@ -94,7 +94,7 @@ struct WarpsBarrier {
   char point[2];
 };
 
-// A block that is resident on the GPU, or the place of one.
+// A block that is resident on the GPU, or a free slot for one.
 struct Block {
   std::deque<Thread> threads;
   std::vector<unsigned char> shared = std::vector<unsigned char>(kMostShared + 1024);
