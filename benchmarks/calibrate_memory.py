@@ -60,14 +60,14 @@ def limited(num_bytes: int) -> Iterator[Path | None]:
 
 
 def _controller() -> tuple[Path, str]:
-    """Where memory groups are made, and the file that takes the limit."""
+    """Returns the directory of memory groups, and the name of the file for the limit."""
     if (GROUPS / "cgroup.controllers").exists():
         return GROUPS, "memory.max"
     return GROUPS / "memory", "memory.limit_in_bytes"
 
 
 def charged(group: Path | None) -> int | None:
-    """The largest amount charged to the group."""
+    """Returns the largest amount charged to the group."""
     if group is None:
         return None
     for name in ("memory.peak", "memory.max_usage_in_bytes"):
@@ -77,7 +77,7 @@ def charged(group: Path | None) -> int | None:
 
 
 def watched(command: list[str], group: Path | None) -> tuple[float, int, int]:
-    """(seconds, peak of resident bytes, peak of anonymous bytes) of a command run in the group."""
+    """Returns (seconds, peak of resident bytes, peak of anonymous bytes) of a command run in the group."""
     join = [] if group is None else [(str(group / "cgroup.procs"))]
     shell = ["sh", "-c", 'if [ -n "$0" ]; then echo $$ > "$0"; fi; exec "$@"', *(join or [""]), *command]
     started, peak, anonymous = time.perf_counter(), 0, 0
@@ -92,7 +92,7 @@ def watched(command: list[str], group: Path | None) -> tuple[float, int, int]:
 
 
 def _status(pid: int) -> dict[str, int]:
-    """The sizes in /proc/PID/status, in bytes."""
+    """Returns the sizes in /proc/PID/status, in bytes."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:

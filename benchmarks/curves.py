@@ -26,12 +26,12 @@ def write(path: Path, rows: Sequence[Row]) -> str:
 
 
 def in_order(rows: Sequence[Row], seed: int) -> list[Row]:
-    """The rows in the order in which our trainer takes them in its first epoch."""
+    """Returns the rows in the order in which our trainer takes them in its first epoch."""
     return [rows[i] for i in permutation(len(rows), seed, 0)]
 
 
 def _ignore(event: Row) -> None:
-    """For callers who want only the curve."""
+    """Ignores an event, for callers that want only the curve."""
 
 
 def trained(config: TrainConfig, names: Mapping[str, str], on_event: Callable[[Row], None] = _ignore) -> Curve:

@@ -72,7 +72,7 @@ def make_texts(encode: Callable[[str], list[int]], words: Sequence[str], longest
 
 
 def _text(encode: Callable[[str], list[int]], words: Sequence[str], rng: random.Random, tokens: int) -> str:
-    """The longest run of words from a random place that has at most `tokens` tokens."""
+    """Returns the longest run of words from a random place that has at most `tokens` tokens."""
     start = rng.randrange(len(words))
     piece = [words[(start + i) % len(words)] for i in range(tokens)]
     while len(piece) > 1 and len(encode(" ".join(piece))) > tokens:
@@ -115,7 +115,7 @@ class Child:
 
 
 def post(url: str, texts: list[str]) -> Vectors:
-    """The vectors that `/v1/embeddings` returns for a request like that of OpenAI's client."""
+    """Returns the vectors that `/v1/embeddings` returns for a request like that of OpenAI's client."""
     body = {"input": texts, "encoding_format": "base64", "truncate_prompt_tokens": -1}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url + "/v1/embeddings", json.dumps(body).encode(), headers)
@@ -125,7 +125,7 @@ def post(url: str, texts: list[str]) -> Vectors:
 
 
 def served(url: str) -> list[Program]:
-    """All texts in one request, and one text a request by several clients."""
+    """Returns programs that send all texts in one request, and one text a request by several clients."""
 
     def one_by_one(texts: list[str]) -> Vectors:
         with ThreadPoolExecutor(CLIENTS) as clients:
@@ -177,7 +177,7 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def rows_of(measured: Measured, work: Mapping[str, Texts]) -> list[dict[str, Any]]:
-    """A row for each kind of work and program: the best and the worst round, and how many times as fast as the
+    """Returns a row for each kind of work and program: the best and the worst round, and how many times as fast as the
     peers."""
     rows = []
     for kind, programs in measured.seconds.items():
@@ -213,7 +213,7 @@ def calibrated(model: Path, folder: Path) -> Path:
 
 
 def run(model: Path, fp8: Path | None, peer: str | None, rounds: int) -> dict[str, Any]:
-    """The contents of the file, except its origin."""
+    """Returns the contents of the file, except its origin."""
     from fp8serve.calibration.data import PASSAGES
     from fp8serve.model.text.tokenizer import Tokenizer
     from fp8serve.running import RunningServer

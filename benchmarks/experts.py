@@ -63,7 +63,7 @@ def make(folder: Path, experts: int, layers: int, hidden: int) -> None:
 
 
 def sizes(experts: int, layers: int, hidden: int) -> dict[str, Any]:
-    """The contents of config.json, without the ids of special tokens."""
+    """Returns the contents of config.json, without the ids of special tokens."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 32000, "hidden_size": hidden,
         "intermediate_size": 3 * hidden, "moe_intermediate_size": hidden // 2, "num_experts": experts,
@@ -166,7 +166,7 @@ def llama(model: str, kind: str, batch: str, layout: str = "") -> None:
 
 
 def _quantized(library: Any, model: str, kind: str) -> str:
-    """The path of the model in another type, which is made beside it unless it exists."""
+    """Returns the path of the model in another type, which is made beside it unless it exists."""
     import ctypes
 
     if kind == "BF16":
@@ -205,12 +205,12 @@ class LlamaCpp:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
 
     def read(self, sequence: int, ids: list[int]) -> int:
-        """A whole prompt -> the likeliest next token."""
+        """Reads a whole prompt; returns the likeliest next token."""
         self._decode([(token, position, sequence) for position, token in enumerate(ids)], only_last=True)
         return self._likeliest(-1)
 
     def step(self, tokens: list[int], position: int) -> list[int]:
-        """A token of every sequence, all at the same position -> the likeliest next tokens."""
+        """Reads a token of every sequence, all at the same position; returns the likeliest next tokens."""
         self._decode([(token, position, sequence) for sequence, token in enumerate(tokens)], only_last=False)
         return [self._likeliest(row) for row in range(len(tokens))]
 

@@ -38,7 +38,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hello there"},
     "/generate_stream": {"inputs": "hello there"},
 }
-# Of an engine without a model: its limits, and the answer to `info`.
+# The limits of an engine without a model, and its answer to `info`.
 LIMITS = {"max_model_len": 1 << 16, "num_blocks": 1 << 20, "block_size": 16, "vocab_size": 257}
 INFO: dict[str, Any] = {"device": "cpu", "kernels": {}}
 

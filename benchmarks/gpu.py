@@ -104,7 +104,7 @@ def present_architecture() -> str:
 
 
 def cutlass(wheel_path: Path | None) -> Path | None:
-    """The folder that holds include/cutlass; None leaves the search to CMake."""
+    """Returns the folder that holds include/cutlass; None leaves the search to CMake."""
     if wheel_path is None and find_spec("cutlass_library") is None:
         wheels = [*ROOT.glob("nvidia_cutlass-*.whl"), *ROOT.glob("build/nvidia_cutlass-*.whl")]
         wheel_path = wheels[0] if wheels else None
@@ -325,7 +325,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def goals_table(rows: list[Result]) -> str:
-    """The rows that have a goal, as Markdown for the documentation."""
+    """Returns the rows that have a goal, as Markdown for the documentation."""
     lines = ["| work | goal | predicted | measured | |", "|---|---|---|---|---|"]
     for row in rows:
         if "goal" in row:
@@ -336,13 +336,13 @@ def goals_table(rows: list[Result]) -> str:
 
 
 def outcome(result: Result) -> str:
-    """A status in words."""
+    """Returns a status in words."""
     words = {0: "passed", None: "not run", 124: "took too long", 127: "a program is missing"}
     return words.get(result["status"], f"failed with status {result['status']}")
 
 
 def measured_tables(results: dict[str, Result]) -> list[str]:
-    """A table for each group, with a column for each kind of figure that it has."""
+    """Returns a table for each group, with a column for each kind of figure that it has."""
     tables = []
     for group, part in results.get("measure", {}).get("parts", {}).items():
         rows = [row for row in part.get("measured", {}).get("rows", []) if "goal" not in row]
@@ -354,7 +354,7 @@ def measured_tables(results: dict[str, Result]) -> list[str]:
 
 
 def page(about: dict[str, Any], results: dict[str, Result]) -> str:
-    """The results for a person to read."""
+    """Returns the results for a person to read."""
     name = about["gpu"]
     of_machine = [f"* {key}: {value}" for key, value in about.items() if key != "gpu"]
     parts = ["| part | outcome | seconds |", "|---|---|---|"]

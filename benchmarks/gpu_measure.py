@@ -66,7 +66,7 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=BF16)
 
     def seconds(self, work: Work, sets: int, repeats: int = 30, replayed: bool = True) -> float:
-        """The median time of one call; calls rotate over `sets` inputs so that no cache serves them twice."""
+        """Returns the median time of one call; calls rotate over `sets` inputs so that no cache serves them twice."""
         for i in range(1 if self.dry else 3):
             work(i % sets)
         if self.dry:
@@ -432,7 +432,7 @@ def parts(bench: Bench, group: str) -> list[Callable[[], Iterator[Row]]]:
 
 
 def measurements(bench: Bench, group: str, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The rows of a group; a part that fails is reported in its place. `save` is called after every row."""
+    """Returns the rows of a group; a part that fails is reported in its place. `save` is called after every row."""
     results: dict[str, Any] = {"backends": ops.backends(bench.device), "rows": []}
     for part in parts(bench, group):
         try:

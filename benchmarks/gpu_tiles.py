@@ -108,7 +108,7 @@ def nearest(entries: list[TileEntry], scales: str, m: int, n: int, k: int) -> Ti
 
 
 def by_shape(number: int, m: int, n: int) -> TileChoice:
-    """The choice for a shape without an entry, or whose entry's kernel does not take it, as in the header."""
+    """Returns the choice for a shape without an entry, or whose entry's kernel does not take it, as in the header."""
     if number == 90 and m <= THIN_ROWS:
         return TileChoice("thin32" if m <= THIN_ROWS // 2 else "thin64", 1)
     fills = -(-m // 128) * -(-n // 128) >= CHIPS[number].multiprocessors
@@ -131,7 +131,7 @@ BLAS, SKINNY = TileChoice("cublaslt", 1), TileChoice("skinny", 1)
 
 
 def predicted(chip: Chip) -> Measure:
-    """A time, in products of one multiprocessor, for every tile that was compiled."""
+    """Returns a time, in products of one multiprocessor, for every tile that was compiled."""
 
     def cost(scales: str, m: int, n: int, k: int, choice: TileChoice) -> float:
         if choice in (BLAS, SKINNY):
@@ -153,7 +153,7 @@ def candidates(chip: Chip, scales: str) -> list[TileChoice]:
 
 
 def fastest(chip: Chip, measure: Measure, scales: str, m: int, n: int, k: int) -> TileEntry:
-    """The entry with the fastest choice for one shape. RuntimeError if every kernel refuses the shape."""
+    """Returns the entry with the fastest choice for one shape. RuntimeError if every kernel refuses the shape."""
     times: dict[TileChoice, float] = {}
     refusal = "no tile"
     for choice in candidates(chip, scales):
@@ -167,7 +167,7 @@ def fastest(chip: Chip, measure: Measure, scales: str, m: int, n: int, k: int) -
 
 
 def thinned(entries: list[TileEntry]) -> list[TileEntry]:
-    """The entries without those that the others of their kind already imply."""
+    """Returns the entries without those that the others of their kind already imply."""
     remaining = list(entries)
     for entry in entries:
         rest = [e for e in remaining if e != entry]
@@ -177,7 +177,7 @@ def thinned(entries: list[TileEntry]) -> list[TileEntry]:
 
 
 def table(chip: Chip, measure: Measure, scales: str) -> list[TileEntry]:
-    """The entries of one kind of scales."""
+    """Returns the entries of one kind of scales."""
     shapes = JOINED_SHAPES if scales == "mixed" else SHAPES
     return thinned([fastest(chip, measure, scales, *shape) for shape in shapes])
 
@@ -194,7 +194,7 @@ Tables = dict[tuple[int, str], Table]
 
 
 def predicted_tables() -> Tables:
-    """The tables of every chip. "row" and "mixed" have none: their predictions are those of "tensor"."""
+    """Returns the tables of every chip. "row" and "mixed" have none: their predictions are those of "tensor"."""
     origin = "predicted by waves, not measured"
     return {
         (number, scales): Table(origin, table(chip, predicted(chip), scales))
@@ -204,7 +204,7 @@ def predicted_tables() -> Tables:
 
 
 def lines(number: int, scales: str, tile_table: Table) -> list[str]:
-    """The lines of one chip and kind, as they stand in the header."""
+    """Returns the lines of one chip and kind, as they stand in the header."""
     results = [f"    // sm_{number}, {scales}: {tile_table.origin}\n"]
     for _, m, n, k, (tile, swizzle) in tile_table.entries:
         results.append(f"    {{{number}, Scales::{scales}, {m}, {n}, {k}, {{Tile::{tile}, {swizzle}}}}},\n")
@@ -212,7 +212,7 @@ def lines(number: int, scales: str, tile_table: Table) -> list[str]:
 
 
 def parsed(text: str) -> Tables:
-    """The tables in the text of the header."""
+    """Returns the tables in the text of the header."""
     tables = {
         (int(chip), scales): Table(origin, []) for chip, scales, origin in re.findall(r"// sm_(\d+), (\w+): (.*)", text)
     }
@@ -225,7 +225,7 @@ def parsed(text: str) -> Tables:
 
 
 def rewritten(text: str, tables: Tables) -> str:
-    """The header with these tables in place of its own."""
+    """Returns the header with these tables in place of its own."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     order = sorted(tables, key=lambda key: (key[0], SCALES.index(key[1])))
     return text[:begin] + "".join(line for key in order for line in lines(*key, tables[key])) + text[end:]

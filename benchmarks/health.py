@@ -37,7 +37,7 @@ def _ignore(event: dict[str, Any]) -> None:
 
 
 def prepared(model: Path, folder: Path) -> Setup:
-    """A fine-tune before its first step."""
+    """Returns a fine-tune before its first step."""
     data = folder / "data.jsonl"
     texts, _ = rows_of(model, ROWS, LENGTH)
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")

@@ -68,7 +68,7 @@ class InstantModel(nn.Module):
 
 
 class SilentConnection(Connection):
-    """A connection whose messages nobody receives."""
+    """A connection that drops its messages."""
 
     def __init__(self) -> None:
         self._socket = self  # type: ignore[assignment]

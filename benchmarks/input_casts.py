@@ -80,7 +80,7 @@ def inputs(linears: Mapping[str, nn.Module], change: Callable[[str, Tensor], Ten
 
 
 def largest(linears: Mapping[str, nn.Module], decoder: Decoder, batches: list[Batch]) -> dict[str, float]:
-    """The largest magnitude in the inputs of each linear over all batches."""
+    """Returns the largest magnitude in the inputs of each linear over all batches."""
     amaxes_by_linear = dict.fromkeys(linears, 0.0)
 
     def record_amax(name: str, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def largest(linears: Mapping[str, nn.Module], decoder: Decoder, batches: list[Ba
 
 
 def cost(cast: Cast, amaxes: Mapping[str, float], decoder: Decoder, batches: list[Batch]) -> Quality:
-    """The quality of the model whose inputs are cast, compared with that of the model without casts."""
+    """Returns the quality of the model whose inputs are cast, compared with that of the model without casts."""
     linears, tally = {name: decoder.get_submodule(name) for name in amaxes}, TokenTally()
     for batch in batches:
         exact = forward(decoder, batch)

@@ -58,7 +58,7 @@ class Program:
 
 
 def read_peers(text: str) -> list[Program]:
-    """The programs of a TOML file. PeerError when something is missing or unknown."""
+    """Returns the programs of a TOML file. PeerError when something is missing or unknown."""
     try:
         return [_program(entry) for entry in tomllib.loads(text).get("peer", [])]
     except tomllib.TOMLDecodeError as problem:
@@ -191,7 +191,7 @@ def compare(programs: Sequence[Program], measured: Measured) -> list[dict[str, A
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as a Markdown table."""
+    """Returns the rows as a Markdown table."""
     lines = ["| work | peer | ours, tokens/s | theirs | x | goal |", "|---|---|---|---|---|---|"]
     for row in rows:
         work = "prefill" if row["work"] == "prefill" else f"decode, batch {row['work']}"
@@ -213,7 +213,7 @@ def write(out: Path, date: str, result: Mapping[str, Any]) -> Path:
 
 
 def without_paths(words: Sequence[str]) -> list[str]:
-    """The command for publication: every absolute path is replaced by its last part."""
+    """Returns the command for publication: every absolute path is replaced by its last part."""
     return [Path(word).name if word.startswith("/") else word for word in words]
 
 

@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def sums() -> tuple[list[Row], list[Row]]:
-    """(rows to train on, held-out rows)."""
+    """Returns (rows to train on, held-out rows)."""
     rows = [{"prompt": f"2 + 3 = 5\n{a} + {b} =", "sum": a + b} for a in range(1, 10) for b in range(1, 10)]
     random.Random(0).shuffle(rows)
     return rows[17:], rows[:17]
@@ -56,7 +56,7 @@ def train(model: str, folder: Path, data: Path, recipe: str, steps: int) -> list
 
 
 def ask(model: Path | str, recipe: str, rows: Sequence[Row]) -> Row:
-    """The number of sums that an engine answers correctly, and its answers."""
+    """Returns the number of sums that an engine answers correctly, and its answers."""
     engine = Engine(model, recipe=recipe)
     completions = engine.generate([row["prompt"] for row in rows], max_new_tokens=ANSWER, temperature=0.0)
     right = sum(reward(row["prompt"], one.text, row) for row, one in zip(rows, completions, strict=True))

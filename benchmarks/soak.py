@@ -1,4 +1,4 @@
-"""Does a server keep its promises under load and over time? A crowd at once, then a soak of many minutes.
+"""Tests whether a server keeps its promises under load and over time: many requests at once, then many minutes of them.
 
     python -m benchmarks.soak MODEL [--load 2000] [--minutes 30] [--warm-up 3] [--context 512] [-- OPTION...]
 
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(run: Mapping[str, Any]) -> str:
-    """The figures of a run as JSON, without its samples."""
+    """Returns the figures of a run as JSON, without its samples."""
     return json.dumps(
         {name: value for name, value in run.items() if name not in ("samples", "ends", "failed")}, indent=1
     )

@@ -131,7 +131,7 @@ async def _exchange(host: str, port: int, item: LoadRequest, key: str) -> bytes:
 
 
 def read_answer(item: LoadRequest, raw: bytes, seconds: float) -> Served:
-    """The outcome of a response. Raises ValueError or LookupError if the response is not complete."""
+    """Returns the outcome of a response. Raises ValueError or LookupError if the response is not complete."""
     head, _, body = raw.partition(b"\r\n\r\n")
     status, text = int(head.split()[1]), body.decode(errors="replace")
     if status != 200:
@@ -156,7 +156,7 @@ def fair_work(work: Mapping[str, float], share: float) -> dict[str, float]:
 
 
 def reached(served: Iterable[Served], work: float) -> float:
-    """The seconds after which the run had done `work` tokens."""
+    """Returns the seconds after which the run had done `work` tokens."""
     work_sum, at = 0.0, 0.0
     for one in sorted(served, key=lambda one: one.seconds):
         work_sum, at = work_sum + one.work, one.seconds
@@ -166,7 +166,7 @@ def reached(served: Iterable[Served], work: float) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all do not exceed."""
+    """Returns the smallest value that at least `share` of all do not exceed."""
     ranked = sorted(values)
     return ranked[max(0, -int(-share * len(ranked) // 1) - 1)]
 
@@ -195,7 +195,7 @@ def by_tenant(served: Sequence[Served]) -> dict[str, dict[str, float]]:
 
 
 def metrics(url: str, key: str) -> Counter[str]:
-    """Every sample of the server's metrics by its name and labels, such as `fp8serve_ready` and `name{a=b}`."""
+    """Returns every sample of the server's metrics by its name and labels, such as `fp8serve_ready` and `name{a=b}`."""
     request = urllib.request.Request(url + "/metrics", headers={"Authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         families = text_string_to_metric_families(answer.read().decode())
@@ -241,7 +241,7 @@ def settled(url: str, key: str, before: Mapping[str, float], served: Sequence[Se
 
 
 def uncounted(before: Mapping[str, float], after: Mapping[str, float], served: Sequence[Served]) -> list[str]:
-    """A sentence for every figure of `/metrics` that differs from the answers."""
+    """Returns a sentence for every figure of `/metrics` that differs from the answers."""
     expected = expected_counts(served)
     rises = {name: after.get(name, 0) - before.get(name, 0) for name in expected}
     return [

@@ -46,7 +46,7 @@ def growth(samples: Sequence[Sample], warm_up: float, process: str) -> float:
 
 
 def too_much(samples: Sequence[Sample], warm_up: float, allow: float) -> tuple[dict[str, float], list[str]]:
-    """The growth of each process in MB, and a sentence for each that grew by more than `allow`."""
+    """Returns the growth of each process in MB, and a sentence for each that grew by more than `allow`."""
     grown = {name: growth(samples, warm_up, name) for name in samples[0] if name != "seconds"}
     return grown, [
         f"The {name} grew by {mb:.1f} MB after the warm-up; {allow:g} are allowed."

@@ -89,7 +89,7 @@ def prompt_of(engine: Engine, subject: str) -> tuple[int, ...]:
 
 
 def requests(engine: Engine, count: int, with_schema: bool, **params: Any) -> dict[str, tuple[str, Request]]:
-    """(subject, request) by the id of the request."""
+    """Returns (subject, request) by the id of the request."""
     subjects, results = list(SCHEMAS), {}
     for number in range(count):
         subject = subjects[number % len(subjects)]
@@ -100,7 +100,7 @@ def requests(engine: Engine, count: int, with_schema: bool, **params: Any) -> di
 
 
 def answers(engine: Engine, count: int) -> dict[str, Any]:
-    """How many answers are valid JSON of their schemas, and how fast they were."""
+    """Returns how many answers are valid JSON of their schemas, and how fast they were."""
     args, texts, tokens = requests(engine, count, with_schema=True, max_new_tokens=512), dict[str, str](), 0
     began = time.perf_counter()
     for _, request in args.values():
@@ -149,7 +149,7 @@ def steps(engine: Engine, batch: int, with_schema: bool, count: int) -> list[flo
 
 
 def fastest(pairs: list[tuple[list[float], list[float]]], side: int) -> float:
-    """The median of each turn's fastest step."""
+    """Returns the median of each turn's fastest step."""
     return statistics.median(min(pair[side]) for pair in pairs)
 
 

@@ -57,7 +57,7 @@ Row = dict[str, Any]
 
 
 def sums(count: int, seed: int) -> list[Row]:
-    """Different sums of two numbers, in chats."""
+    """Returns different sums of two numbers, in chats."""
     rng = random.Random(seed)
     selected = rng.sample([(one, two) for one in range(10, 100) for two in range(10, 100)], count)
     return [{"messages": _conversation(one, two)} for one, two in selected]
@@ -74,10 +74,10 @@ class Comparison:
     def __init__(self, model: str, python: str, folder: Path, steps: int) -> None:
         self.model, self.python, self.folder = model, python, folder
         rows = sums(JOB["batch_size"] * steps + HELD_OUT, 0)
-        self.learnt, self.held_out = rows[HELD_OUT:], rows[:HELD_OUT]
+        self.training_rows, self.held_out = rows[HELD_OUT:], rows[:HELD_OUT]
         self.job = {**JOB, "max_steps": steps, "threads": torch.get_num_threads()}
         folder.mkdir(parents=True, exist_ok=True)
-        self.data = write(folder / "sums.jsonl", self.learnt)
+        self.data = write(folder / "sums.jsonl", self.training_rows)
         self.held_out_data = write(folder / "held-out.jsonl", self.held_out)
         self.tokenizer = Tokenizer.from_dir(model)
 
@@ -89,8 +89,8 @@ class Comparison:
 
     def _run(self, what: str, arm: str) -> Row:
         if arm.startswith("TRL"):
-            return self._theirs(what, bf16=arm == "TRL, BF16")
-        return self._ours(what, arm)
+            return self._train_trl(what, bf16=arm == "TRL, BF16")
+        return self._train_fp8serve(what, arm)
 
     def _place(self, what: str, arm: str) -> Path:
         return self.folder / f"{what}-{arm}".replace(", ", "-").replace(" ", "-")
@@ -100,7 +100,7 @@ class Comparison:
         return place if arm.startswith("TRL") else place / "model"
 
     def _base(self, what: str, arm: str) -> str:
-        """The path of the model that is trained; a calibrated one for an adapter beside static scales."""
+        """Returns the path of the model that is trained; a calibrated one for an adapter beside static scales."""
         calibrated = self.folder / "calibrated"
         if what != "adapter" or arm != "delayed":
             return self.model
@@ -119,7 +119,7 @@ class Comparison:
             }
         )  # fmt: skip
 
-    def _ours(self, what: str, arm: str) -> Row:
+    def _train_fp8serve(self, what: str, arm: str) -> Row:
         held_out: list[float] = []
 
         def follow(event: Row) -> None:
@@ -128,11 +128,11 @@ class Comparison:
 
         return {"curve": trained(self._config(what, arm), FIGURES, follow), "held_out": held_out}
 
-    def _theirs(self, what: str, *, bf16: bool) -> Row:
+    def _train_trl(self, what: str, *, bf16: bool) -> Row:
         out = self._result(what, "TRL, BF16" if bf16 else "TRL, FP32")
         job = {**self.job, "model": self.model, "out": str(out), "lr": RATES[what], "bf16": bf16, "lora_rank": RANK}
         rows = {
-            "rows": self._tokenized(in_order(self.learnt, JOB["seed"])),
+            "rows": self._tokenized(in_order(self.training_rows, JOB["seed"])),
             "held_out": self._tokenized(self.held_out),
         }
         start = {"start": self._start() if what == "adapter" else None}
@@ -183,8 +183,8 @@ def _numbers(text: str) -> list[str]:
     return "".join(c if c.isdigit() else " " for c in text).split()
 
 
-def drawn(curves: Mapping[str, Mapping[str, Curve]]) -> str:
-    """SVG, over steps: the losses, and the difference of each from that of TRL in FP32."""
+def draw_svg(curves: Mapping[str, Mapping[str, Curve]]) -> str:
+    """Returns an SVG with the losses over the steps, and the difference of each from that of TRL in FP32."""
     panels = []
     for what, arms in curves.items():
         points = {arm: [(i + 1, step["loss"]) for i, step in enumerate(curve)] for arm, curve in arms.items()}
@@ -216,7 +216,7 @@ def main() -> None:
     answers = {what: {arm: comparison.ask_result(what, arm) for arm in arms} for what, arms in selected.items()}
     before = cached(args.out / "before.answers.json", lambda: comparison.ask(Engine(args.model, recipe="bf16")))
     if args.svg is not None:
-        args.svg.write_text(drawn(curves), encoding="utf-8")
+        args.svg.write_text(draw_svg(curves), encoding="utf-8")
     differences = {
         what: {
             peer_arm: {arm: apart(curve, by_arm[peer_arm]) for arm, curve in by_arm.items() if arm != peer_arm}

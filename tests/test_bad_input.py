@@ -195,7 +195,7 @@ TOKENIZERS = ["precompiled map short", "template names an unknown token", "unkno
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_tokenizer_that_fails_in_its_library_is_one_sentence(
+def test_a_tokenizer_that_fails_in_its_library_is_reported_in_one_sentence(
     model: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     """Rust may print its own report of the panic above our message."""
@@ -220,7 +220,7 @@ def test_a_tokenizer_that_fails_in_its_library_is_one_sentence(
     ("source", "count"),  # the endless template costs every command five seconds of CPU time
     [pytest.param(HOSTILE[0], 1, id="endless", marks=pytest.mark.slow), pytest.param(HOSTILE[2], 4, id="huge")],
 )
-def test_a_template_that_runs_away_is_one_sentence(
+def test_a_template_that_does_not_end_is_reported_in_one_sentence(
     model: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str, count: int
 ) -> None:
     (model / "chat_template.jinja").write_text(source)

@@ -33,7 +33,7 @@ def test_the_package_and_calibration_are_found_from_another_directory(tmp_path: 
     assert process.stdout.startswith("fp8serve.calibration.pipeline ")
 
 
-def test_a_script_called_calibrate_does_not_shadow_ours(tmp_path: Path) -> None:
+def test_a_calibrate_py_in_the_working_directory_does_not_shadow_the_package(tmp_path: Path) -> None:
     (tmp_path / "calibrate.py").write_text("raise SystemExit('the wrong one')\n")
     code = "import fp8serve.calibration.data as d; print(d.__name__)"
     process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -61,7 +61,7 @@ def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from fp8serve.cli import main\n"
         f"for c in {COMMANDS!r}: assert main([c, '--help']) == 0\n"
-        f"found = {HEAVY!r} & set(sys.modules); assert not found, found"
+        f"loaded = {HEAVY!r} & set(sys.modules); assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
@@ -90,7 +90,9 @@ def test_wrong_usage_is_status_2(args: list[str], capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("command", ["calibrate", "serve", "generate", "finetune", "eval", "inspect"])
-def test_a_missing_directory_is_one_sentence(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_directory_is_reported_in_one_sentence(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     extra = {"calibrate": ["--out", "x"], "finetune": ["--data", "d", "--out", "x"], "generate": ["Hello"]}
     assert main([command, str(tmp_path / "nowhere"), *extra.get(command, [])]) == 1
     assert "nowhere" in sentence(capsys)
@@ -196,7 +198,9 @@ def test_a_hub_name_is_downloaded_without_code_or_pickles(tmp_path: Path, monkey
     assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in arguments["allow_patterns"])
 
 
-def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_name_without_a_network_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     code = (
         "from fp8serve.hub import find_model\nfrom fp8serve.errors import ModelError\n"
         "try: find_model('org/no-such-model')\nexcept ModelError as e: print(e)"

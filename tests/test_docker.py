@@ -24,7 +24,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """(instruction, rest) of every line of a Dockerfile, continued lines joined."""
+    """Returns (instruction, rest) of every line of a Dockerfile, continued lines joined."""
     text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", path.read_text(), flags=re.M))
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
 
@@ -34,7 +34,7 @@ def deployment() -> dict[str, Any]:
 
 
 def servers() -> list[dict[str, Any]]:
-    """The compose services that run fp8serve."""
+    """Returns the compose services that run fp8serve."""
     return [s for s in documents(DOCKER / "compose.yaml")[0]["services"].values() if "build" in s]
 
 

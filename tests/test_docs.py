@@ -20,7 +20,7 @@ COMMANDS = (ROOT / "docs" / "commands.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced blocks of docs/commands.md in one language."""
+    """Returns the fenced blocks of docs/commands.md in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", COMMANDS, flags=re.M | re.S)
 
 
@@ -67,7 +67,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_tests_that_are_named_exist(page: Path) -> None:
+def test_the_tests_that_pages_name_exist(page: Path) -> None:
     for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
         assert (ROOT / file).is_file(), file
         assert f"def {name}(" in (ROOT / file).read_text() or not name, f"{file}::{name}"
@@ -85,7 +85,7 @@ def test_every_folder_in_the_tree_exists_and_the_other_way_round() -> None:
     assert inside == {p.split("/")[1] for p in tracked if p.startswith("fp8serve/") and p.count("/") > 1}
 
 
-def test_make_targets_that_are_named_exist() -> None:
+def test_the_make_targets_that_pages_name_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     text = "\n".join(page.read_text() for page in PAGES)
     assert set(re.findall(r"^make ([\w-]+)", text, flags=re.M)) | set(re.findall(r"`make ([\w-]+)", text)) <= targets

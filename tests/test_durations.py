@@ -22,7 +22,7 @@ def test_no_file_takes_more_than_its_share() -> None:
     assert not too_slow(json.loads(RECORD.read_text())["files"], MOST)
 
 
-def test_a_file_above_the_share_is_named() -> None:
+def test_a_file_above_the_share_is_reported() -> None:
     assert too_slow({"a": 3.1, "b": 2.9, "c": 94.0}, 0.03) == {"a": pytest.approx(0.031), "c": pytest.approx(0.94)}
 
 

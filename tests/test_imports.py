@@ -145,7 +145,7 @@ def test_families_of_routes_do_not_import_each_other() -> None:
 
 
 def test_independent_modules_and_restricted_packages() -> None:
-    """Some modules import nothing else of ours; FastAPI is for the server, torch.library for the registry of ops."""
+    """Some modules import no others of fp8serve. Only the server imports FastAPI, only the registry torch.library."""
     wrong = {}
     for module, names in imports().items():
         ours = {name for name in names if name.startswith("fp8serve")}
@@ -174,7 +174,7 @@ def test_every_public_name_is_importable_from_the_top() -> None:
 
 
 def test_recipes_need_no_torch() -> None:
-    """Under both of their names."""
+    """The modules are imported under both of their names."""
     code = (
         "import sys; from fp8serve.recipe import DelayedScaling; import fp8serve\n"
         "assert fp8serve.DelayedScaling is DelayedScaling; print('torch' in sys.modules)"

@@ -98,7 +98,7 @@ def test_a_server_that_cannot_start_says_so_in_json(tmp_path: Path) -> None:
     assert "is in use by another program" in record["message"]
 
 
-def test_a_program_that_hosts_us_keeps_its_own_logging() -> None:
+def test_a_program_that_hosts_the_server_keeps_its_logging() -> None:
     before = list(logging.getLogger().handlers)
     assert before  # pytest's
     logs.configure("json", "test")

@@ -22,7 +22,7 @@ SOURCES = sorted(path for folder in ("fp8serve", "calibrate") for path in (ROOT 
 
 
 def caught(handler: ast.ExceptHandler) -> set[str]:
-    """The names of the classes that the clause catches."""
+    """Returns the names of the classes that the clause catches."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return {ast.unparse(kind).rpartition(".")[2] for kind in kinds if kind is not None}
 
@@ -56,7 +56,7 @@ def test_raw_quotations_finds_raw_exceptions() -> None:
         ("ValueError", "e", 1),
         ("(OSError, KeyError)", "str(e)", 1),
         ("ValueError", "one_line(e)", 0),
-        ("ModelError", "e", 0),  # an exception of ours
+        ("ModelError", "e", 0),  # an exception of fp8serve
     ):
         assert len(list(raw_quotations(ast.parse(source.format(kind, quoted))))) == count, (kind, quoted)
 

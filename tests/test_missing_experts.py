@@ -37,7 +37,7 @@ def short_stack(tensors: Tensors) -> Tensors:
 
 
 def fp8_without_a_scale(tensors: Tensors) -> Tensors:
-    """Every expert in FP8, and one has no scale."""
+    """Returns the tensors with every expert in FP8, of which one has no scale."""
     result: Tensors = {}
     for name, tensor in tensors.items():
         in_fp8 = ".experts." in name
@@ -72,7 +72,7 @@ def spoil(model: Path, change: Callable[[Tensors], Tensors]) -> None:
 @pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize(("change", "message"), DAMAGES)
 @pytest.mark.parametrize("command", ["generate", "calibrate", "serve"])
-def test_a_missing_part_of_an_expert_is_named(
+def test_every_command_names_a_missing_part_of_an_expert(
     command: str,
     change: Callable[[Tensors], Tensors],
     message: str,

@@ -45,7 +45,7 @@ class Oven:
 
 @pytest.mark.parametrize("error_type", get_args(core_schema.ErrorType))
 def test_no_type_of_pydantics_errors_leaks_its_words(error_type: str) -> None:
-    """Also for error types that no option can cause yet."""
+    """Covers error types that no option can cause yet, too."""
     context = {
         "error": "the reason", "gt": 1, "ge": 1, "lt": 1, "le": 1, "multiple_of": 2, "field_type": "List",
         "min_length": 1, "max_length": 1, "actual_length": 3, "pattern": "a", "expected": "'a' or 'b'", "class": "Path",
@@ -85,7 +85,7 @@ def test_the_message_of_a_validator_is_quoted_without_the_name_of_its_exception(
         ({"light": 1}, "light must be true or false, not 1."),
     ],
 )
-def test_a_bad_value_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
+def test_a_bad_value_is_refused_in_one_sentence(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RequestError) as refused:
         Oven(**values)
     assert str(refused.value) == sentence

@@ -102,7 +102,7 @@ def test_places_that_can_be_written_are_left_as_they_were(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_a_model_that_is_quantized_already_is_named_as_the_reference(
+def test_calibrate_says_that_the_reference_is_quantized_already(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = "--samples 4 --seq-len 16 --generated-samples 0"

@@ -62,7 +62,7 @@ def test_python_is_started_in_one_place() -> None:
 
 
 def child_modules() -> set[str]:
-    """The modules that `module_command` is called with."""
+    """Returns the modules that `module_command` is called with."""
     texts = (path.read_text() for path in sources().values())
     return {name for text in texts for name in re.findall(r"\bmodule_command\(\s*\"([\w.]+)\"", text)}
 
@@ -92,7 +92,7 @@ def test_all_child_modules_are_found() -> None:
 def test_describing_a_config_imports_nothing_from_the_current_directory(
     hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child of `POST /finetune/validate`."""
+    """Tests the child process of `POST /finetune/validate`."""
     monkeypatch.chdir(hostile)
     with pytest.raises(ModelError) as refused:
         describe_in_child_process({"model_type": "no such type", "marker": os.fspath(hostile)}, {}, "config.json")

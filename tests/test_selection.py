@@ -62,7 +62,7 @@ def test_case_names_are_split_if_all_have_the_same_number_of_parts() -> None:
 
 
 def test_pairwise_does_not_count_skipped_cases_as_covered(tmp_path: Path) -> None:
-    """Such as the cases of an instruction set that this machine lacks."""
+    """Cases are skipped if, for example, this machine lacks their instruction set."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"

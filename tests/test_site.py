@@ -60,7 +60,7 @@ def test_an_explained_message_occurs_in_the_code(message: str) -> None:
 
 
 def excerpts() -> list[tuple[str, Path, str]]:
-    """(page, file, code): a block of code under a line "From [`file`](path):"."""
+    """Returns (page, file, code): a block of code under a line "From [`file`](path):"."""
     pattern = r"From \[`[^`]+`\]\(([^)]+)\)[^\n]*:\n\n```\w+\n(.*?)^```"
     return [
         (page.name, (page.parent / path).resolve(), code)
@@ -89,7 +89,7 @@ def test_python_in_a_page_compiles(page: Path) -> None:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of every `fp8serve ...` in a block of shell, behind a prompt or not, with continued lines joined.
+    """The words of every `fp8serve ...` in a block of shell, with or without a prompt, with continued lines joined.
 
     A word in capitals stands for a value that the reader inserts, OPTIONS for several.
     """
@@ -208,7 +208,7 @@ def test_the_readme_counts_the_families_and_is_short() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub and the site give to the headings of a page."""
+    """Returns the anchors that GitHub and the site give to the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     titles = [title.strip().lower() for title in re.findall(r"^#+ (.+)$", text, flags=re.M)]
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}

@@ -88,7 +88,7 @@ def test_length_dependent_frequencies_are_those_of_the_longest_sequence(
 
 
 def test_ignoring_the_window_changes_the_logits(tmp_path: Path) -> None:
-    """The test above would notice a path that ignores the window."""
+    """Shows that the test above would notice a path that ignores the window."""
     windowed = make_model("mistral-window", tmp_path)
     ids = IDS[None, :100]
     with torch.no_grad():

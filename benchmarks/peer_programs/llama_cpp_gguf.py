@@ -23,7 +23,7 @@ CONTEXT = 2048
 
 
 def quantized(file: Path, kind: str, folder: str) -> Path:
-    """The file in another type; output and embedding as llama.cpp chooses for it."""
+    """Returns the file in another type; output and embedding as llama.cpp chooses for it."""
     out = Path(folder) / f"{kind}.gguf"
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
@@ -41,7 +41,7 @@ def logits(model: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def speed(model: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """The median step of greedy decoding."""
+    """Returns the median step of greedy decoding."""
     model.reset()
     model.eval(request["prompt"])
     steps = []

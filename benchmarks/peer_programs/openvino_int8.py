@@ -3,8 +3,9 @@
     python -m benchmarks.studies quality MODEL --out DIR \\
         --peer "OpenVINO INT8=PYTHON benchmarks/peer_programs/openvino_int8.py MODEL"
 
-PYTHON: the interpreter of an environment with `optimum-intel[openvino]`. MODEL: a Hugging Face directory. Weights are
-INT8 per channel, as its `load_in_8bit` makes them. The protocol is that of fp8serve/bench/quality_peers.py.
+PYTHON is the interpreter of an environment with `optimum-intel[openvino]`, and MODEL a Hugging Face directory. Weights
+are INT8 per channel, as optimum-intel's `load_in_8bit` makes them. The protocol is that of
+fp8serve/bench/quality_peers.py.
 """
 
 import json
@@ -28,7 +29,7 @@ def logits(model: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def speed(model: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """The median step of greedy decoding."""
+    """Returns the median step of greedy decoding."""
     ids = torch.tensor([request["prompt"]])
     past, steps = None, []
     for _ in range(request["new"] + 1):

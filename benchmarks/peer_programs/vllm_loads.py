@@ -84,7 +84,7 @@ def load(config: VllmConfig) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def place(model: nn.Module, name: str) -> Tensor | None:
-    """The part of vLLM's parameters that holds the file's tensor `name`; None: there is none."""
+    """Returns the part of vLLM's parameters that holds the file's tensor `name`; None: there is none."""
     parameters = dict(model.named_parameters())
     name = CACHE_SCALE.sub(r".self_attn.attn.\1", name)
     if name in parameters:
@@ -114,7 +114,7 @@ def _joined(model: nn.Module, parameters: dict[str, nn.Parameter], name: str) ->
 
 
 def is_same(original: Tensor, loaded: Tensor) -> bool:
-    """The same type and bits, whether a scalar is [] or [1] and a row's scales [N] or [N, 1]."""
+    """Returns whether type and bits are equal. A scalar may be [] or [1], and the scales of rows [N] or [N, 1]."""
     if original.dtype != loaded.dtype or original.numel() != loaded.numel():
         return False
     left, right = (t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (original, loaded))
@@ -122,7 +122,7 @@ def is_same(original: Tensor, loaded: Tensor) -> bool:
 
 
 def is_rounded(original: Tensor, loaded: Tensor) -> bool:
-    """Whether vLLM's parameter has a narrower type, and the value that is nearest in it."""
+    """Returns whether vLLM's parameter has a narrower type, and the value that is nearest in it."""
     return original.dtype == torch.float32 != loaded.dtype and is_same(original.to(loaded.dtype), loaded)
 
 
@@ -141,7 +141,7 @@ def _is_cache(module: nn.Module) -> bool:
 
 
 def schemes(model: nn.Module) -> Counter[str]:
-    """How many layers have which method of vLLM's."""
+    """Returns how many layers have which method of vLLM's."""
     counts = Counter[str]()
     for module in model.modules():
         method = getattr(module, "quant_method", None)

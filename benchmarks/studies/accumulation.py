@@ -75,7 +75,7 @@ def in_bf16(parts: Tensor) -> Tensor:
 
 
 def cut_off(parts: Tensor) -> Tensor:
-    """As `in_bf16`, but truncates to BITS significant bits."""
+    """Adds up like `in_bf16`, but truncates to BITS significant bits."""
     sums = torch.zeros_like(parts[0])
     for part in parts:
         fraction, exponent = torch.frexp(sums + part)

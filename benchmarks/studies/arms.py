@@ -77,7 +77,7 @@ class Training:
             yield collate([self.setup.items[i] for i in step[0]], self.config.device)
 
     def rate(self, step: int) -> float:
-        """The learning rate of step `step`, from 0."""
+        """Returns the learning rate of step `step`, from 0."""
         return learning_rate(self.config, step, self.setup.total_steps)
 
     def take(self, batch: PackedBatch, rate: float) -> float:
@@ -88,7 +88,7 @@ class Training:
         return float(loss.detach()) / len(batch.targets)
 
     def loss(self, in_bf16: bool = False) -> float:
-        """The loss of the current weights on FINAL_ROWS rows, under the arm's recipe or in BF16."""
+        """Returns the loss of the current weights on FINAL_ROWS rows, under the arm's recipe or in BF16."""
         items = self.setup.items[:: max(1, len(self.setup.items) // FINAL_ROWS)][:FINAL_ROWS]
         forward = Forward(self.setup.decoder, None) if in_bf16 else self.setup.forward
         return evaluate(self.setup.method, forward, items, self.config.batch_size)["valid_loss"]

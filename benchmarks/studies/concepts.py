@@ -60,7 +60,7 @@ def _errors(x: Tensor, binades: Tensor, exponents: Iterable[int], scale: float) 
 
 
 def delayed_picture() -> str:
-    """A stream of tensors whose size drifts, and one step that is eight times as large."""
+    """Draws a stream of tensors whose size drifts, and one step that is eight times as large."""
     linear = convert(nn.Sequential(nn.Linear(64, 16, bias=False)))
     recipe = DelayedScaling(amax_history_len=HISTORY)
     amaxes, ranges, cut = [], [], []
@@ -91,7 +91,7 @@ def _input_scale(linear: Any) -> float:
 
 
 def travels_picture() -> str:
-    """The input of a network's second layer, and the range that its scale covers, over all four stages."""
+    """Draws the input of a network's second layer, and the range that its scale covers, over all four stages."""
     torch.manual_seed(0)
     model: Any = convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
     history: list[float] = []

@@ -44,7 +44,7 @@ def _docstrings_of(path: Path) -> str:
 
 
 def digest(texts: Iterable[str]) -> str:
-    """The first 16 hex digits of a hash of the texts, by which a study shows what it read."""
+    """Returns the first 16 hex digits of a hash of the texts, by which a study shows what it read."""
     sha = hashlib.sha256()
     for text in texts:
         sha.update(text.encode() + b"\0")

@@ -24,7 +24,7 @@ RESAMPLES = 2000
 
 
 def of_decoder(decoder: building.Model) -> Model:
-    """A decoder in this process, as a `Model`."""
+    """Returns a decoder in this process, as a `Model`."""
 
     def read(sequence: Batch) -> Logits:
         hidden = forward(decoder, sequence)
@@ -34,7 +34,7 @@ def of_decoder(decoder: building.Model) -> Model:
 
 
 def by_document(samples: Sequence[Sample]) -> list[list[Batch]]:
-    """The sequences of each document, a batch for each sequence."""
+    """Returns the sequences of each document, a batch for each sequence."""
     ordered = sorted(samples, key=lambda sample: sample.document)
     return [make_batches(list(each), 1) for _, each in groupby(ordered, key=lambda sample: sample.document)]
 

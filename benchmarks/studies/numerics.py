@@ -56,7 +56,7 @@ def _model(model: Path | None, steps: int, report: Progress) -> Iterator[tuple[P
 
 
 def trained(folder: Path, steps: int, report: Progress) -> Path:
-    """A small model with realistic activations, below `folder`."""
+    """Returns a small model with realistic activations, below `folder`."""
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.scratch import write_random_model, write_texts
     from fp8serve.train.trainer import Trainer

@@ -84,7 +84,7 @@ def _options(recipe: str, cache: str, data: Path) -> list[str]:
 
 
 def served_as(recipe: str) -> str:
-    """The name of a recipe for a server of a directory that has its delayed scales."""
+    """Returns the name of a recipe for a server of a directory that has its delayed scales."""
     return "stored" if recipe == "delayed" else recipe
 
 
@@ -126,7 +126,7 @@ def _cached(post: Post, model_field: Mapping[str, Any], answer: Returned) -> Ret
 
 
 def training(model: Path, recipe: str, cache: Literal["bf16", "fp8"]) -> LogProbs:
-    """A function that computes log-probabilities as training does, with the weights and scales in `model`."""
+    """Returns a function that computes log-probabilities as training does, with the weights and scales in `model`."""
     fp8_recipe = from_name(recipe)
     if not can_train(fp8_recipe):
         return lambda ids: log_probs(model, ids, recipe=recipe, kv_cache_dtype=cache)

@@ -109,7 +109,7 @@ class Row:
 
 
 def study(model: Path, out: Path, settings: QualityOptions, report: Progress) -> dict[str, Any]:
-    """A row for the reference, every method and every peer; `model` is a directory in high precision.
+    """Returns a row for the reference, every method and every peer; `model` is a directory in high precision.
 
     JobError: `out` holds results of other settings, or a peer fails. ModelError, DataError: an input cannot be used.
     """
@@ -174,7 +174,7 @@ class _Study:
         yield of_decoder(load_servable(directory)), _bytes(directory), lambda: self.speed(directory)
 
     def _calibrated(self, name: str) -> Path:
-        """The directory of a method; calibrates if it does not exist yet."""
+        """Returns the directory of a method; calibrates if it does not exist yet."""
         directory, settings, options_of_method = self.out / name, self.settings, METHODS[name]
         if not (directory / "calibration.json").exists():
             shutil.rmtree(directory, ignore_errors=True)
@@ -188,7 +188,7 @@ class _Study:
         return directory
 
     def samples(self) -> list[Sample]:
-        """The documents that are measured."""
+        """Returns the documents that are measured."""
         vocabulary = json.loads((self.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         tokenizer, settings = Tokenizer.from_dir(self.model), self.settings
         return load_samples(
@@ -236,7 +236,7 @@ def _texts(out: Path, settings: QualityOptions) -> tuple[tuple[str, ...], tuple[
 
 
 def _parse_peer(peer: str) -> tuple[str, str]:
-    """(name, directory or command)."""
+    """Returns (name, directory or command)."""
     name, _, place = peer.partition("=")
     if not name or not place:
         raise JobError(f"A peer is NAME=DIRECTORY or NAME=COMMAND, not {peer!r}.")

@@ -14,7 +14,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def chart(result: Mapping[str, Any], peers: Sequence[str]) -> str:
-    """The text of the SVG file. `result`: from `quality.study`; `peers`: names of the rows to draw in another
+    """Returns the text of the SVG file. `result`: from `quality.study`; `peers`: names of the rows to draw in another
     colour."""
     rows: Rows = result["rows"]
     height = TOP + ROW * len(rows) + 14

@@ -68,7 +68,7 @@ class Program:
             raise JobError(f"The peer {self.name} wrote no logits that can be read: {error}.") from None
 
     def tokens_per_second(self, prompt: Sequence[int], new: int) -> float:
-        """The speed of greedy decoding at batch 1."""
+        """Returns the speed of greedy decoding at batch 1."""
         return float(self._ask({"prompt": list(prompt), "new": new})["tokens_per_second"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Program:
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        """The next line that is an object of JSON; libraries print what they like before it."""
+        """Returns the next line that is an object of JSON; libraries print what they like before it."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:

@@ -28,7 +28,7 @@ GRANULARITIES = ("tensor", "row")
 
 
 def sqnr_db(exact: Tensor, rounded: Tensor) -> float:
-    """The SQNR of `rounded` in dB; infinite if it equals `exact`."""
+    """Returns the SQNR of `rounded` in dB; infinite if it equals `exact`."""
     wide = exact.double()
     noise = float((wide - rounded.double()).square().sum())
     return 10 * math.log10(float(wide.square().sum()) / noise) if noise else math.inf
@@ -49,7 +49,7 @@ FORMATS: Mapping[str, Callable[[Tensor, str], Tensor]] = {"e4m3": _fp8("e4m3"), 
 
 
 def gaussian(outliers: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(FP32 values [1024, 1024], a mask of the outliers). The standard deviation is 1; the outliers, a fraction
+    """Returns (FP32 values [1024, 1024], a mask of the outliers). The standard deviation is 1; the outliers, a fraction
     `outliers` of all, are 50 times as large."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ROWS, COLUMNS, generator=generator)

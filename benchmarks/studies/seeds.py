@@ -23,7 +23,7 @@ Result = Mapping[str, Any]
 
 
 def read(files: Iterable[Path]) -> list[Result]:
-    """The studies, which must have one plan except for the seed. Raises JobError if they do not."""
+    """Returns the studies, which must have one plan except for the seed. Raises JobError if they do not."""
     results = [_study(path) for path in files]
     plans = [{k: v for k, v in r["plan"].items() if k not in ("seed", "recipes", "resumed")} for r in results]
     if len(results) < 2 or any(plan != plans[0] for plan in plans):

@@ -228,7 +228,7 @@ def _number(value: float | None) -> float:
 
 
 def _figures(curve: Curve, baseline: Curve, plan: StudyPlan) -> dict[str, float]:
-    """The three losses in nats per token, and their distance from the first recipe's in percent."""
+    """Returns the three losses in nats per token, and their distance from the first recipe's in percent."""
     losses = {
         "final": (curve.final, baseline.final),
         "running": (_tail(curve, plan), _tail(baseline, plan)),
@@ -272,7 +272,7 @@ def _differing(one: Path, other: Path) -> list[str]:
 
 
 def smoothed(values: Sequence[float], width: int) -> list[tuple[float, float]]:
-    """(step, mean of the `width` steps around it), one point for every half width, for plots."""
+    """Returns (step, mean of the `width` steps around it), one point for every half width, for plots."""
     stride = max(1, width // 2)
     return [
         (start + width / 2, sum(values[start : start + width]) / width)
@@ -281,7 +281,7 @@ def smoothed(values: Sequence[float], width: int) -> list[tuple[float, float]]:
 
 
 def chart(result: Mapping[str, Any]) -> str:
-    """The training curves, smoothed, and below them each recipe's distance from the first one, in percent."""
+    """Returns the training curves, smoothed, and below them each recipe's distance from the first one, in percent."""
     from fp8serve.charts import Panel, svg_file
 
     steps = result["plan"]["steps"]

@@ -107,7 +107,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight_in, double eps) {
   with_element(x.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
     parallel_rows(rows.count, rows.width, [&](int64_t r) {
-      dispatch<NormRow>(data<const T>(rows.held) + r * rows.stride, data<const T>(weight),
+      dispatch<NormRow>(data<const T>(rows.tensor) + r * rows.stride, data<const T>(weight),
                         data<T>(y) + r * rows.width, rows.width, static_cast<float>(eps));
     });
   });
@@ -142,8 +142,8 @@ Pair rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight
     using T = typename decltype(element)::type;
     parallel_tasks(chunks, [&](int64_t chunk) {
       for (int64_t r = chunk * per_chunk; r < std::min(in.count, (chunk + 1) * per_chunk); ++r) {
-        dispatch<NormRowBackward>(data<const T>(g.held) + r * g.stride,
-                                  data<const T>(in.held) + r * in.stride, data<const T>(weight),
+        dispatch<NormRowBackward>(data<const T>(g.tensor) + r * g.stride,
+                                  data<const T>(in.tensor) + r * in.stride, data<const T>(weight),
                                   data<T>(dx) + r * in.width, data<float>(partial) + chunk * in.width,
                                   in.width, static_cast<float>(eps));
       }
@@ -161,7 +161,7 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   with_element(gate.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
     parallel_rows(g.count, g.width, [&](int64_t r) {
-      dispatch<SiluMulRow>(data<const T>(g.held) + r * g.stride, data<const T>(u.held) + r * u.stride,
+      dispatch<SiluMulRow>(data<const T>(g.tensor) + r * g.stride, data<const T>(u.tensor) + r * u.stride,
                            data<T>(y) + r * g.width, g.width);
     });
   });
@@ -180,9 +180,10 @@ Pair silu_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up)
   with_element(gate.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
     parallel_rows(g.count, g.width, [&](int64_t r) {
-      dispatch<SiluMulRowBackward>(data<const T>(dy.held) + r * dy.stride,
-                                   data<const T>(g.held) + r * g.stride, data<const T>(u.held) + r * u.stride,
-                                   data<T>(d_gate) + r * g.width, data<T>(d_up) + r * g.width, g.width);
+      dispatch<SiluMulRowBackward>(data<const T>(dy.tensor) + r * dy.stride,
+                                   data<const T>(g.tensor) + r * g.stride,
+                                   data<const T>(u.tensor) + r * u.stride, data<T>(d_gate) + r * g.width,
+                                   data<T>(d_up) + r * g.width, g.width);
     });
   });
   return {d_gate, d_up};
@@ -191,6 +192,8 @@ Pair silu_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up)
 }  // namespace
 }  // namespace fp8serve
 
+// `report` records the variants of an op, of which `backends()` and doctor show the one that runs
+// (features.h).
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("rms_norm", TORCH_BOX(&fp8serve::rms_norm));
   fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("rms_norm");

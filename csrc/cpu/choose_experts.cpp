@@ -104,7 +104,7 @@ void choose(const Routing& routing, float* logits, float* by, int64_t* chosen, f
   for (int64_t j = 0; j < count; ++j) weights[j] *= routing.scale;
 }
 
-// As above, for logits and weights of any type.
+// Chooses the experts of a row, with logits and weights of any type.
 template <class In, class Out>
 void choose_row(const Routing& routing, const In* logits, int64_t* chosen, Out* weights) {
   std::vector<float> scratch(static_cast<size_t>(2 * routing.experts + routing.count));

@@ -74,7 +74,7 @@ Pair rms_norm_quantize(const Tensor& x, const Tensor& weight_in, double eps, con
     parallel_rows(rows.count, rows.width, [&](int64_t r) {
       thread_local Scratch scratch;
       float largest = 0.0f;
-      dispatch<NormRow<F>>(data<const T>(rows.held) + r * rows.stride, data<const T>(weight),
+      dispatch<NormRow<F>>(data<const T>(rows.tensor) + r * rows.stride, data<const T>(weight),
                            scratch.get<T>(rows.width), data<uint8_t>(q) + r * rows.width, rows.width,
                            static_cast<float>(eps), *data<float>(scale), &largest);
       amax.raise(largest);
@@ -100,7 +100,7 @@ Pair silu_mul_quantize(const Tensor& gate, const Tensor& up, const Tensor& scale
     parallel_rows(g.count, g.width, [&](int64_t r) {
       thread_local Scratch scratch;
       float largest = 0.0f;
-      dispatch<SiluMulRow<F>>(data<const T>(g.held) + r * g.stride, data<const T>(u.held) + r * u.stride,
+      dispatch<SiluMulRow<F>>(data<const T>(g.tensor) + r * g.stride, data<const T>(u.tensor) + r * u.stride,
                               scratch.get<T>(g.width), data<uint8_t>(q) + r * g.width, g.width,
                               *data<float>(scale), &largest);
       amax.raise(largest);

@@ -88,8 +88,8 @@ struct Level {
   // where the next call reads, for prefetching. Null if the level has no such tile.
   void (*stream)(const Tile& tile, const void* const* b, const void* const* next, Kind kind);
   int64_t stream_rows;
-  // The same two for packed weights (gemm_packed.h), or null: `tile.b` and `block` are a packed block, of
-  // which k = begin to end is unpacked. For more than `stream_rows` and up to `packed_rows` rows, streaming
+  // Both ways for packed weights (gemm_packed.h), or null: `tile.b` and `block` are a packed block, of which
+  // k = begin to end is unpacked. For more than `stream_rows` and up to `packed_rows` rows, streaming
   // the block several times is faster than unpacking a panel.
   void (*stream_packed)(const Tile& tile, Kind kind) = nullptr;
   void (*unpack_packed)(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind,
@@ -97,7 +97,7 @@ struct Level {
   int64_t packed_rows = 0;
   void (*compute_mx_shifts)(const uint8_t* codes, int64_t stride, const uint8_t* rows, int64_t blocks,
                             Kind kind, uint16_t* shifts) = nullptr;
-  // The same for packed weights in 4 bits (gemm_4bit.h).
+  // Like stream and unpack_packed, for packed weights in 4 bits (gemm_4bit.h).
   void (*stream_4bit)(const Tile& tile, Kind kind) = nullptr;
   void (*unpack_4bit)(const void* block, const uint8_t* distances, int64_t begin, int64_t end, Kind kind,
                       void* panel) = nullptr;

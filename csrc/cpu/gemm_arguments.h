@@ -1,4 +1,4 @@
-// The arguments of GEMM ops: types, scales of any granularity, and scales that are far apart.
+// The arguments of GEMM ops: types, scales of any granularity, and scales that are very large or very small.
 #pragma once
 
 #include "check.h"
@@ -43,13 +43,15 @@ inline void check_mx(const Contract& check, const char* name, Kind kind, bool pa
                 k.value(), " values, must be a multiple of 32");
 }
 
-// Checks that the FP32 scales of a matrix whose other operand is in MX blocks multiply the finished sum.
+// If one operand is in MX blocks, the FP32 scales of the other one must be per tensor or per row, so that
+// they can be applied after the sum.
 inline void check_beside_mx(const Contract& check, const char* name, int64_t scale_blocks,
                             const char* shapes) {
   check.require(scale_blocks == 0, name, "has blocks of 128, must be E8M0 or FP32 ", shapes);
 }
 
-// The same for a matrix that may be in MX blocks. `row_scales` holds what is computed from its scales.
+// Like attach_scale, for a matrix that may be in MX blocks. `row_scales` receives what is computed from its
+// scales.
 inline void attach_mx_scale(const Contract& check, const char* name, const Tensor& scale, Size rows, Size k,
                             Operand& out, RowScales& row_scales) {
   if (!is_mx(scale)) {
@@ -69,8 +71,8 @@ inline void attach_mx_scale(const Contract& check, const char* name, const Tenso
   out.scale_rows = 1;
 }
 
-// The scales of stacked matrices, whose rows end at `ends` int32 [P]. A tile's columns must be in one of
-// them.
+// The scales of stacked matrices, whose rows end at `ends` int32 [P]. A tile of the output must not span two
+// of the matrices.
 inline void attach_joined_scale(const Contract& check, const Tensor& scale, const Tensor& ends, Size rows,
                                 Size k, Operand& out) {
   check.tensor("ends", ends, {ScalarType::Int}, {{"P", ends.numel()}});
@@ -92,15 +94,14 @@ inline void attach_joined_scale(const Contract& check, const Tensor& scale, cons
   out.scale_blocks = blocks.value();
 }
 
-// Whether a's scales, outside the sum, may take it out of the range of FP32 before b's bring it back.
+// Whether sum * a_scale may overflow or underflow in FP32 although sum * a_scale * b_scale would not.
 inline bool is_far(const Problem& p) {
   if (p.blocked() || p.a.scale == nullptr || p.b.scale == nullptr) return false;
   const int64_t count = p.a.scale_rows == 1 ? p.m : 1;
   return std::any_of(p.a.scale, p.a.scale + count, [](float s) { return s > kFarUp || s < kFarDown; });
 }
 
-// The end of the sums [m, n] in FP32 for scales that are far apart: like apply_epilogue, but rare and
-// therefore plain.
+// apply_epilogue for problems that are is_far, on FP32 sums [m, n]. It runs seldom, so it is not vectorized.
 template <class Out, class Bias>
 void apply_far_epilogue(const Problem& p, const float* sums) {
   for (int64_t i = 0; i < p.m * p.n; ++i) {

@@ -1,9 +1,9 @@
 // The GEMM level for AVX-512 BF16 + VBMI: every FP8 value is exact in BF16, so FP8 is a storage format of
 // BF16 here.
 //
-// Four columns' 16 FP8 values each are widened as one register (gemm_widen.h): that gives two runs of 8 of
-// the four columns, in the order of the panel. 64 values of four columns are turned into four of those by a 4
-// x 4 transpose of 128-bit parts.
+// 16 FP8 values of each of four columns are widened as one register (gemm_widen.h): that gives two runs of 8
+// of the four columns, in the order of the panel. A 4 x 4 transpose of 128-bit parts makes four such
+// registers of 64 values of four columns.
 #include "cpu/features.h"
 #include "cpu/gemm.h"
 

@@ -54,11 +54,11 @@ void pack_weight(const Tensor& weight, const Tensor& out) {
   check.tensor("out", out, {weight.scalar_type()},
                {{"N / 16", n.value() / kGroup}, {"K / 8", k.value() / kRun}, {"128", 128}});
   check.require(out.is_contiguous(), "out", "must be contiguous");
-  const Tensor held = dense(weight);
+  const Tensor dense_weight = dense(weight);
   const Kind kind = weight.scalar_type() == ScalarType::BFloat16 ? Kind::bf16 : Kind::e4m3;
   const int64_t stride = k.value() * bytes_of(kind);
   parallel_tasks(n.value() / kGroup, [&](int64_t group) {
-    const char* rows = data<const char>(held) + group * kGroup * stride;
+    const char* rows = data<const char>(dense_weight) + group * kGroup * stride;
     char* packed = data<char>(out) + group * kGroup * stride;
     for (int64_t begin = 0; begin < k.value(); begin += kBlock) {
       pack_block(rows + begin * bytes_of(kind), stride, std::min(kBlock, k.value() - begin), kind,

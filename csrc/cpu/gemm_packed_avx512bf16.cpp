@@ -102,7 +102,7 @@ struct alignas(64) WordColumns {
 template <int first, bool two>
 constexpr WordColumns<first, two> kWordColumns{};
 
-// The shifts of one 32 of K for the words of such a vector.
+// The shifts of 32 values of K for the words of a vector.
 template <int first, bool two>
 FP8_TARGET FP8_INLINE __m512i order_shifts(const uint16_t* shifts) {
   const __m256i row = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(shifts));

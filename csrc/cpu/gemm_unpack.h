@@ -1,5 +1,5 @@
 // FP8 or BF16 -> panels, with vectors; and the tile that needs no panel. No include guard: included once per
-// level, behind gemm_tile.h, which also defines:
+// level, after gemm_tile.h, which also defines:
 //   Runs                    a run (8 k) of columns i, i + 4, i + 8 and i + 12 as BF16
 //   load_fp8<F>(columns, runs[2])     16 FP8 values of each of four columns -> two runs
 //   load_values(columns, runs[2])     ... of 16 BF16

@@ -31,11 +31,11 @@ Tensor look_up(const Tensor& x, const Tensor& table_in) {
   check.rank("x", x, 2);
   check.tensor("x", x, {ScalarType::BFloat16}, {Size{"M", x.size(0)}, Size{"K", x.size(1)}});
   check.tensor("table", table_in, {ScalarType::BFloat16}, {exactly(kPlaces)});
-  const Tensor held = dense(table_in), y = empty({x.size(0), x.size(1)}, ScalarType::BFloat16);
+  const Tensor dense_table = dense(table_in), y = empty({x.size(0), x.size(1)}, ScalarType::BFloat16);
   const Rows rows = rows_of(x);
-  const uint16_t* table = data<const uint16_t>(held);
+  const uint16_t* table = data<const uint16_t>(dense_table);
   parallel_rows(rows.count, rows.width, [&](int64_t r) {
-    look_up_row(data<const BF16>(rows.held) + r * rows.stride, table, data<BF16>(y) + r * rows.width,
+    look_up_row(data<const BF16>(rows.tensor) + r * rows.stride, table, data<BF16>(y) + r * rows.width,
                 rows.width);
   });
   return y;

@@ -18,7 +18,7 @@ namespace fp8serve::gemm {
 
 constexpr uint8_t kMinRowCode = 63;  // 2^-64: is_far() is not needed for the scale of a row that is small
 
-// How far below the scale of its row a block's may be, as an exponent.
+// The largest difference between the exponent of a row's scale and that of a block's scale.
 template <class F>
 inline constexpr int kMaxShift = F::mantissa == 3 ? 54 : 47;
 
@@ -33,7 +33,7 @@ struct RowScales {
   }
 };
 
-// Of `rows` rows.
+// Finds the largest code of each of `rows` rows.
 struct LargestCodes {
   static FP8_INLINE void run(const uint8_t* codes, int64_t rows, int64_t blocks, uint8_t* largest) {
     for (int64_t r = 0; r < rows; ++r, codes += blocks) {
@@ -78,7 +78,8 @@ FP8_INLINE uint16_t widened(uint8_t code, float factor) {
   return static_cast<uint16_t>(((code & 0x80) << 8) | bits);
 }
 
-// k <= 1024 values of a row in MX blocks as BF16; `codes`: the scales of the blocks, `row`: that of the row.
+// Widens k <= 1024 values of a row in MX blocks to BF16. `codes` are the scales of the blocks, `row` is that
+// of the row.
 template <class F>
 struct WidenRow {
   static FP8_INLINE void run(const uint8_t* __restrict from, const uint8_t* codes, int row, int64_t k,
@@ -94,7 +95,7 @@ struct WidenRow {
 };
 
 #if FP8_X86
-// The same by table (gemm_widen.h); `out` has room for whole 64s.
+// Widens a row by table (gemm_widen.h). `out` has room for a multiple of 64 values.
 template <class F>
 FP8_TARGET_AVX512BF16 inline void widen_row_avx512bf16(const uint8_t* from, const uint8_t* codes, int row,
                                                        int64_t k, uint16_t* out) {

@@ -11,7 +11,7 @@ constexpr int64_t kMinParallelElements = 1 << 16;  // fewer are processed before
 // Rows that are `stride` elements apart, such as a slice of the output of a fused projection, which is read
 // without a copy.
 struct Rows {
-  Tensor held;
+  Tensor tensor;
   int64_t count, width, stride;
 };
 inline Rows rows_of(const Tensor& x) {
@@ -21,8 +21,8 @@ inline Rows rows_of(const Tensor& x) {
     packed = packed && (x.stride(d) == inner || x.size(d) == 1);
     inner *= x.size(d);
   }
-  const Tensor held = packed ? x : dense(x);
-  return {held, x.size(0), inner, packed ? x.stride(0) : inner};
+  const Tensor tensor = packed ? x : dense(x);
+  return {tensor, x.size(0), inner, packed ? x.stride(0) : inner};
 }
 
 // Calls f(row) for every row on several threads, in tasks of about kRowGrain elements.

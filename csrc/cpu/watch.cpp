@@ -37,13 +37,13 @@ template <Source kSource, class T>
 int64_t count(const Tensor& x, const std::optional<Tensor>& other, float eps, float scale, int64_t live) {
   const Rows in = rows_of(x);
   const std::optional<Rows> gated = kSource == Source::gated ? std::optional(rows_of(*other)) : std::nullopt;
-  const Tensor held = kSource == Source::norm ? dense(*other) : gated ? gated->held : x;
+  const Tensor second = kSource == Source::norm ? dense(*other) : gated ? gated->tensor : x;
   std::atomic<int64_t> total{0};
   parallel_rows(live, in.width, [&](int64_t r) {
     thread_local Scratch scratch;
     int64_t num_saturated = 0;
     dispatch<CountRow<kSource>>(
-        data<const T>(in.held) + r * in.stride, data<const T>(held) + (gated ? r * gated->stride : 0),
+        data<const T>(in.tensor) + r * in.stride, data<const T>(second) + (gated ? r * gated->stride : 0),
         scratch.get<T>(kSource == Source::plain ? 0 : in.width), in.width, eps, scale, &num_saturated);
     total += num_saturated;
   });

@@ -72,7 +72,7 @@ void write_rows(const Tensor& x, const Tensor& cache, const Tensor& slots,
   with_element(x.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
     write<T>(rows.width, cache, slots, scale,
-             [&](int64_t t) { return data<const T>(rows.held) + t * rows.stride; });
+             [&](int64_t t) { return data<const T>(rows.tensor) + t * rows.stride; });
   });
 }
 
@@ -132,7 +132,7 @@ struct Rotation {
 
   template <class T>
   void row(int64_t t, T* out) const {
-    dispatch<RotateHeads>(data<const T>(rows.held) + t * rows.stride, data<const T>(cos) + t * dim,
+    dispatch<RotateHeads>(data<const T>(rows.tensor) + t * rows.stride, data<const T>(cos) + t * dim,
                           data<const T>(sin) + t * dim, out, heads, dim);
   }
 };

@@ -1,9 +1,9 @@
 """Show what this machine has and how fp8serve runs on it.
 
 Shows the device, the instruction set, the kernel of each operation, and the recipes that run natively. With MODEL it
-also shows whether fp8serve's own layers or transformers' class compute the model, the device that serves it, and the
-limits of a step that an engine derives there. The exit status is 1 if fp8serve
-cannot work on this machine.
+also shows whether fp8serve's own layers or transformers' class compute the model, on which device it would be served,
+and how many sequences and tokens an engine would put in a step there. The exit status is 1 if fp8serve cannot work on
+this machine.
 
 --check compares every kernel with the PyTorch reference in about thirty small cases, on every GPU and on the CPU with
 each of its instruction sets. The kernels run in a child process with time limits. A kernel with a wrong result is

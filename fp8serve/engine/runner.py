@@ -45,7 +45,7 @@ from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.lora import NO_ADAPTER
 from fp8serve.model.building import Model
-from fp8serve.model.network.rotary import Heads, HeadsProduct, Rotation
+from fp8serve.model.network.rotary import Heads, PendingHeads, Rotation
 
 SCORED_ROWS = 256  # rows of a prompt whose logits are computed at a time
 # Looking up the overload of an op at every call would take a microsecond.
@@ -296,7 +296,7 @@ class Runner:
         """Applies the rotary embedding, writes keys and values to the cache, and returns the rotated queries."""
         scale = self._scales[layer] if self._scales else None
         scales = (scale.k, scale.v) if scale else (None, None)
-        if isinstance(heads, HeadsProduct):
+        if isinstance(heads, PendingHeads):
             matrices, norm = heads.operands
             cache = *self._layer_caches[layer], step.slots, *scales
             return _stored_rotary_mm(*matrices, *rotation, *cache, *norm)  # type: ignore[no-any-return]

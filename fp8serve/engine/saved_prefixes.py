@@ -217,7 +217,7 @@ def open_prefixes(
     # The length depends on free memory, so it counts only if the angles of keys depend on it.
     is_long = any(isinstance(rope.scaling, LongRope) for rope in config.layer_ropes if rope)
     settings["length"] = cache_plan.max_model_len if is_long else None
-    settings |= {"invariant": True} if options.invariant else {}  # keys and values have other bits
+    settings |= {"invariant": True} if options.invariant else {}  # it changes the bits of keys and values
     key = _digest({"model": str(model_dir.resolve()), **settings})
     path = folder / f"{model_dir.resolve().name[:64]}-{key[:12]}{SUFFIX}"
     fingerprint = _digest({**settings, **_describe_weights(model_dir, options), **_describe_machine(options)})

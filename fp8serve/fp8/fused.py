@@ -294,7 +294,7 @@ class _GatedProducts(torch.autograd.Function):
         ctx.save_for_backward(gate, up, *columnwise, *weights_columnwise[0], *weights_columnwise[1])
         ctx.calls, ctx.dtypes = calls, (x.dtype, gate_weight.dtype, up_weight.dtype)
         ctx.mark_non_differentiable(gate, up)
-        ctx.set_materialize_grads(False)  # gradients of gate and up would be zeros, which nobody reads
+        ctx.set_materialize_grads(False)  # the gradients of gate and up would be zeros that are not used
         return _placeholder(x, *gate.shape), gate, up
 
     @staticmethod

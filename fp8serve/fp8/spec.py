@@ -25,7 +25,7 @@ ScaleSource = Literal["delayed", "current", "stored"]  # scaling states, the ten
 
 Block = tuple[int | None, int | None]  # the numbers of rows and columns that share a scale; None: all of them
 
-# Of a matrix [M, K] whose rows run along the contracted dimension.
+# The blocks of a matrix [M, K] whose rows run along the contracted dimension.
 _BLOCKS: dict[Granularity, Block] = {
     "tensor": (None, None),
     "row": (1, None),

@@ -176,7 +176,7 @@ def test_invalid_data_files_are_refused(dataset: Any, content: str | None, sente
 
 
 @pytest.mark.parametrize("load", [Load(api="chat"), Load(dataset="jsonl")])
-def test_missing_options_are_named(load: Load) -> None:
+def test_the_error_names_the_missing_options(load: Load) -> None:
     with pytest.raises(Fp8ServeError, match=r"use a|provide it"):
         prompts(load, None)
 

@@ -23,7 +23,7 @@ def test_the_model_is_made_once_in_both_formats(tmp_path: Path) -> None:
         experts.make(tmp_path, 16, 1, 64)
 
 
-def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(SystemExit, match="has no llama_cpp; install it there"):
         experts.main(["llama", "model.gguf", "BF16", "1"])

@@ -64,7 +64,9 @@ def test_every_promise_is_in_the_table_of_the_documentation(tmp_path: Path) -> N
     assert gpu.goals_table([gpu_measure.goal("x", 1.0, 0.5, 0.9)]).endswith("| short |")
 
 
-def test_rows_measured_before_a_failure_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_does_not_lose_rows_that_were_measured_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def updating(bench: Bench) -> Iterator[dict[str, Any]]:
         yield {"what": "one", "us": 1.0}
         raise ZeroDivisionError("division by zero")

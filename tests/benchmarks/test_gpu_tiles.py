@@ -27,7 +27,7 @@ int main() {
 }
 """
 Lookup = Callable[[list[tuple[int, str, int, int, int]]], list[tuple[TileChoice, TileChoice]]]
-"""Of chips, kinds of scales, and shapes: the choices of the header's table, and by shape."""
+"""For chips, kinds of scales and shapes, returns the choice of the header's table, and the choice by shape alone."""
 
 
 @pytest.fixture(scope="module")

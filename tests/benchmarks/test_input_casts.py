@@ -16,7 +16,7 @@ CASTS: dict[str, Any] = runpy.run_path(str(ROOT / "benchmarks/input_casts.py"))[
 
 
 @pytest.mark.parametrize("name", CASTS)
-def test_four_significant_bits_are_kept(name: str) -> None:
+def test_casts_keep_four_significant_bits(name: str) -> None:
     x = torch.randn(64, 200, generator=torch.Generator().manual_seed(0))
     actual = CASTS[name](x, float(x.abs().max()))
     mask = x.abs() > 0.01

@@ -103,7 +103,7 @@ def test_rounds_alternate_and_the_best_counts(tmp_path: Path, capsys: pytest.Cap
         ('[[peer]]\nname = "x"\ncommand = ["a"]\nbatch = [1]\ngoal = {"8" = 2}\n', r"not \['8'\]"),
     ],
 )
-def test_a_file_that_cannot_be_followed(text: str, complaint: str) -> None:
+def test_an_invalid_file_of_peers_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(PEERS["PeerError"], match=complaint):
         PEERS["read_peers"](text)
 

@@ -39,8 +39,8 @@ GROWING = """
 import mmap
 print("before", flush=True)
 input()
-held = mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE)  # of the system's memory, never from a heap with room left
-held.write(b"x" * len(held))
+block = mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE)  # from the system, not from free memory of the heap
+block.write(b"x" * len(block))
 print("after", flush=True)
 input()
 """

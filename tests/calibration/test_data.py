@@ -212,7 +212,7 @@ def test_documents_are_counted_and_not_windows(tokenizer: Tokenizer, tmp_path: P
     assert sum(len(b.lengths) for b in batches.calibration) > 2
 
 
-def test_a_broken_line_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_error_names_the_broken_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"text": "fine"}\n{"text": \n')
     with pytest.raises(DataError, match=r"broken\.jsonl:2"):

@@ -111,7 +111,7 @@ def test_ranking_figures_equal_a_manual_computation() -> None:
     assert candidate_indices(40).shape == (40, 10)
 
 
-def test_halves_hold_the_whole_text(tmp_path: Path) -> None:
+def test_split_texts_divides_a_text_into_halves(tmp_path: Path) -> None:
     letters(tmp_path)
     tokenizer = Tokenizer.from_dir(tmp_path)
     rows = [tokenizer.encode(text) for text in ("abcdefg", "abc", "")]

@@ -96,13 +96,13 @@ def test_written_scales_are_read_back(kind: str, format_: str, tmp_path: Path, r
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "w8a16", "nvfp4-w4a16"])
-def test_recipes_that_scale_by_content(recipe: str, qwen: Path, tmp_path: Path) -> None:
+def test_recipes_that_scale_by_content_are_served(recipe: str, qwen: Path, tmp_path: Path) -> None:
     run(qwen, tmp_path / "out", recipe=from_name(recipe))
     served = load_servable(tmp_path / "out")
     assert sum(isinstance(m, FrozenLinear) for m in served.modules()) == len(served.linear_names())
 
 
-def test_an_expert_without_tokens_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_expert_without_tokens(tmp_path: Path) -> None:
     model = write_qwen(tmp_path / "model", starve=True)
     with pytest.raises(
         ScalesError, match=r"No token of 3 batches reached model\.layers\.1\.mlp\.experts\.3, so no scale"

@@ -21,10 +21,10 @@ from fp8serve.model.storage.memory import trim
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 
-kept, freed = [], []
+retained, freed = [], []
 for _ in range(6000):
     freed.append(torch.ones(16 * 1024))  # 64 KiB, which come from the heap
-    kept.append(torch.ones(64))
+    retained.append(torch.ones(64))
 before = anonymous()
 del freed
 trim()
@@ -58,13 +58,13 @@ def test_rounded_weights_of_a_finished_layer_are_not_in_memory(tmp_path: Path) -
         model, ["A layer is read once."], hidden_size=256, layers=4, heads=4, kv_heads=4, intermediate_size=1024,
         context=64,
     )  # fmt: skip
-    most: dict[str, dict[str, int]] = {}
+    mapped_by_stage: dict[str, dict[str, int]] = {}
 
     def progress(stage: str, completed: int, total: int) -> None:
-        most.setdefault(stage, {}).update(resident(tmp_path / ".out.calibrating"))
+        mapped_by_stage.setdefault(stage, {}).update(resident(tmp_path / ".out.calibrating"))
 
     calibrate(model, out=tmp_path / "out", samples=8, seq_len=32, rounding="gptq", progress=progress)
     for stage in ("round", "compare", "rank"):
-        rounded = {name: size for name, size in most[stage].items() if name.startswith("round-")}
+        rounded = {name: size for name, size in mapped_by_stage[stage].items() if name.startswith("round-")}
         assert len(rounded) == 4
         assert max(rounded.values()) < MIB / 2, stage  # of 1 MiB: reading a page maps its neighbours, too

@@ -179,19 +179,19 @@ def test_histories_have_the_requested_length(decoder: Decoder, length: int) -> N
 
 
 @pytest.mark.parametrize(("value", "named"), [(float("inf"), "up_proj.weight"), (float("nan"), "up_proj.weight")])
-def test_weights_that_are_not_finite_are_named(decoder: Decoder, value: float, named: str) -> None:
+def test_the_error_names_weights_that_are_not_finite(decoder: Decoder, value: float, named: str) -> None:
     decoder.get_submodule("model.layers.1.mlp.up_proj").weight[3, 5] = value
     with pytest.raises(ScalesError, match=f"model.layers.1.mlp.{named}"):
         observe(decoder, make_observer(decoder, converted(decoder), RECIPE), random_batches(1))
 
 
-def test_a_tensor_that_is_always_zero_is_named(decoder: Decoder) -> None:
+def test_the_error_names_a_tensor_that_is_always_zero(decoder: Decoder) -> None:
     decoder.get_submodule("model.layers.0.mlp.gate_proj").weight.zero_()
     with pytest.raises(ScalesError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight was zero or never observed"):
         observe(decoder, make_observer(decoder, converted(decoder), RECIPE), random_batches(1))
 
 
-def test_a_linear_that_never_ran_is_named(decoder: Decoder) -> None:
+def test_the_error_names_a_linear_that_never_ran(decoder: Decoder) -> None:
     linears = converted(decoder)
     extra = nn.ModuleDict({"unused": nn.Linear(4, 4)})
     convert(extra)

@@ -190,7 +190,7 @@ def test_an_inconspicuous_report_says_so() -> None:
         ({"kl": 1.0}, "100% of the KL divergence comes from 1 of 28 layers: layer 2 down_proj", False),
     ],
 )
-def test_a_layer_that_stands_out_is_named(changes: dict[str, object], words: str, trouble: bool) -> None:
+def test_findings_name_a_layer_that_stands_out(changes: dict[str, object], words: str, trouble: bool) -> None:
     matches = [f for f in findings(changed(inconspicuous_report(), DOWN, **changes)) if re.search(words, f.text)]
     assert [f.is_problem for f in matches] == [trouble]
 
@@ -205,7 +205,7 @@ def test_a_high_cost_comes_first_and_names_untried_options() -> None:
     assert "--heal" not in first.text
 
 
-def test_a_weight_with_a_large_rounding_error_is_named() -> None:
+def test_findings_name_a_weight_with_a_large_rounding_error() -> None:
     report = dataclasses.replace(
         changed(inconspicuous_report(), DOWN, weight=cast(0.0, sqnr_db=6.5)), healing=None, rounding="gptq"
     )
@@ -224,7 +224,7 @@ def test_an_evaluation_says_that_the_cost_is_high() -> None:
     )
 
 
-def test_an_input_whose_range_one_batch_decides_is_named() -> None:
+def test_findings_name_an_input_whose_range_one_batch_decides() -> None:
     report = inconspicuous_report()
     name = f"{DOWN}.input"
     wild = (dataclasses.replace(t, amax=9.0, history=(1.0, 9.0, 1.0)) if t.name == name else t for t in report.tensors)

@@ -194,7 +194,7 @@ def test_serving_uses_the_calibrated_scales(calibrated: tuple[Path, CalibrationR
         assert float(module.input_scale) == pytest.approx(tensor.scale, rel=1e-6)  # stored as its reciprocal
 
 
-def test_scales_alone_serve_the_source(model_dir: Path, tmp_path: Path) -> None:
+def test_a_scales_only_directory_serves_the_weights_of_the_source(model_dir: Path, tmp_path: Path) -> None:
     report = run(model_dir, tmp_path / "out", scales_only=True)
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["scales.safetensors"]
     model = load_servable(model_dir, scales=tmp_path / "out" / "scales.safetensors")
@@ -224,7 +224,7 @@ def test_batches_in_any_grouping_give_the_same_input_scales(model_dir: Path, tmp
         assert one.amax == pytest.approx(other.amax, rel=0.02), one.name
 
 
-def test_a_float32_sharded_model_with_tied_embeddings(tmp_path: Path) -> None:
+def test_a_float32_sharded_model_with_tied_embeddings_is_calibrated(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", tie_word_embeddings=True)
     tensors = {k: v.float() for k, v in load_file(source / "model.safetensors").items()}
     names = sorted(tensors)
@@ -255,7 +255,7 @@ def test_data_of_the_user_are_read_from_one_or_several_files(model_dir: Path, tm
     assert report.data.held_out_source == ("the passages shipped with fp8serve",)
 
 
-def test_held_out_samples_are_named_and_never_calibrated_on(model_dir: Path, tmp_path: Path) -> None:
+def test_held_out_samples_are_reported_and_not_calibrated_on(model_dir: Path, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": f"{i} and {i} are ", "completion": str(2 * i)}) + "\n" for i in range(9)]
     (tmp_path / "data.jsonl").write_text("".join(rows))
     (tmp_path / "test.jsonl").write_text(rows[3] + rows[4] + json.dumps({"text": "Something else."}) + "\n")

@@ -14,7 +14,7 @@ SMALL = ("--samples", "8", "--seq-len", "32")
 
 @pytest.fixture(scope="module")
 def calibrated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the page in a file whose name has a space."""
+    """A calibrated model, with the page in a file whose name has a space."""
     folder = tmp_path_factory.mktemp("calibrated")
     arguments = ["calibrate", str(model_dir), "--out", str(folder / "out"), "--report", str(folder / "the page.html")]
     assert main([*arguments, *SMALL, "--generated-samples", "1"]) == 0

@@ -40,8 +40,8 @@ from .planted import CHANNEL, NORM, plant
 from .test_rounding import SMALL, divergence
 
 LARGE = 18  # 2^18 exceeds the range of E4M3 relative to ordinary values; 2^7 does not
-# How many pairs a layer has: Gemma's norms by 1 + weight hold no factor exactly, OLMo has no norm before a linear, what
-# fused linears make is not told apart, and one norm may be read by all.
+# The pairs of a layer. Gemma's norms by 1 + weight cannot represent a factor exactly, OLMo has no norm before a linear,
+# the outputs of fused linears cannot be scaled separately, and all linears may read one norm.
 PAIRS = {"llama-bias": 4, "llama-wide-head": 4, "qwen2": 4, "qwen3": 4, "gemma2": 2, "gemma3": 2, "granite": 4,
          "smollm3": 4, "phi3": 2, "olmo2": 2, "glm4": 3, "ministral3": 4, "cohere-qk-norm": 3, "cohere2": 3,
          "stablelm": 4, "stablelm-parallel": 3}  # fmt: skip
@@ -53,8 +53,8 @@ def planted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Path, out: Path, recipe: str = "delayed", **options: object) -> CalibrationReport:
-    given = SMALL | {"generated_samples": 0} | options
-    return calibrate(model, out=out, recipe=from_name(recipe), **given)  # type: ignore[arg-type]
+    arguments = SMALL | {"generated_samples": 0} | options
+    return calibrate(model, out=out, recipe=from_name(recipe), **arguments)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,9 @@ def test_an_ordinary_model_has_no_outlier(model_dir: Path, reports: Callable[[Pa
     [{"rounding": "gptq"}, {"heal": 4}, {"kv_cache": True, "gradients": True}, {"input_scales": "search"}],
     ids=str,
 )
-def test_with_other_methods(options: dict[str, object], model_dir: Path, planted: Path, tmp_path: Path) -> None:
+def test_smoothing_works_with_other_methods(
+    options: dict[str, object], model_dir: Path, planted: Path, tmp_path: Path
+) -> None:
     usual = run(model_dir, tmp_path / "usual", **options)
     report = run(planted, tmp_path / "smooth", smoothing=0.5, **options)
     assert kl(report) < 1.2 * kl(usual)
@@ -233,7 +235,7 @@ def test_pairs_without_fp8_layers_are_not_smoothed(model_dir: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_norms_by_one_plus_weight_are_left_alone(tmp_path: Path) -> None:
+def test_norms_by_one_plus_weight_are_not_smoothed(tmp_path: Path) -> None:
     make_model("gemma2", tmp_path / "model", overrides={"vocab_size": VOCAB})
     write_tokenizer(tmp_path / "model")
     report = run(tmp_path / "model", tmp_path / "out", smoothing=0.5)
@@ -287,7 +289,7 @@ def test_alpha_is_a_fraction(alpha: float, model_dir: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.smoke
-def test_scales_alone_cannot_be_smoothed(model_dir: Path, tmp_path: Path) -> None:
+def test_smoothing_is_refused_with_scales_only(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(Fp8ServeError, match="scales_only writes no weights, but smoothing changes weights"):
         run(model_dir, tmp_path / "out", smoothing=0.5, scales_only=True)
     assert list(tmp_path.iterdir()) == []

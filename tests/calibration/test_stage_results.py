@@ -65,7 +65,7 @@ def one_thread() -> object:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("case", CASES)
-def test_killed_at_every_step(case: str, model_dir: Path, tmp_path: Path) -> None:
+def test_a_calibration_killed_at_every_step_writes_the_same_files(case: str, model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "whole", case)
     out, steps = tmp_path / "again" / "out", 3
     while not out.exists():  # each run is killed one step later; the last one after writing everything

@@ -44,7 +44,7 @@ def test_the_key_is_sent(fake: FakeServer) -> None:
     assert fake.headers[0]["Authorization"] == "Bearer secret"
 
 
-def test_an_unreachable_server_is_named() -> None:
+def test_the_error_names_an_unreachable_server() -> None:
     with (
         Api("http://127.0.0.1:9") as api,
         pytest.raises(ServerError, match=r"There is no server at http://127\.0\.0\.1:9"),
@@ -98,7 +98,7 @@ def test_an_error_response_becomes_one_sentence(fake: FakeServer, answer: Answer
     assert refused.value.status in (None, answer.status)
 
 
-def test_pieces_of_an_answer(fake: FakeServer) -> None:
+def test_the_client_yields_the_pieces_of_an_answer(fake: FakeServer) -> None:
     call = {"index": 0, "function": {"name": "look_up", "arguments": ""}}
     events = [
         delta(role="assistant", content=None),

@@ -164,7 +164,7 @@ def test_following_a_failed_job_is_status_1(fake: FakeServer, call: Any) -> None
 
 
 @pytest.mark.parametrize("action", ["show", "cancel", "pause", "resume"])
-def test_actions_on_a_job(action: str, fake: FakeServer, call: Any) -> None:
+def test_actions_on_a_job_send_their_requests(action: str, fake: FakeServer, call: Any) -> None:
     route = "GET /finetune/a%2Fb" if action == "show" else f"POST /finetune/a%2Fb/{action}"
     fake.routes[route] = json_answer(JOB)
     status, out, _ = call("jobs", action, "a/b")

@@ -16,7 +16,7 @@ def library() -> None:
 
 
 def is_present(level: str) -> bool:
-    """Whether this machine has the instructions of `level`."""
+    """Returns whether this machine has the instructions of `level`."""
     if ops.LIBRARIES["cpu"] is None:
         return False
     active = torch.ops.fp8serve.cpu_isa(level)

@@ -87,7 +87,8 @@ def test_silu_of_extremes(level):
 
 
 def assert_same_at_every_level(op, *arguments) -> None:
-    """Checks that an op has the same bits on every instruction set. For BF16, whose NaN is unique."""
+    """Checks that an op has the same bits on every instruction set. Only for BF16 results, whose NaN has one bit
+    pattern."""
     OPS.cpu_isa(LEVELS[0])
     expected = op(*arguments)
     for cap in LEVELS[1:]:
@@ -118,13 +119,13 @@ def test_bf16_is_the_same_at_every_level(library, width):
 
 
 def rotary_arguments(tokens, heads, kv_heads, dim, high, cache_dtype):
-    make = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     width = (heads + 2 * kv_heads) * dim
-    fused_row = torch.randn(tokens, width, generator=make).to(high)  # q, k and v of one fused projection
+    fused_row = torch.randn(tokens, width, generator=generator).to(high)  # q, k and v of one fused projection
     q, k, v = fused_row.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
-    angle = torch.randn(tokens, 1, dim // 2, generator=make).repeat(1, 1, 2)
+    angle = torch.randn(tokens, 1, dim // 2, generator=generator).repeat(1, 1, 2)
     caches = [torch.zeros(4, 8, kv_heads, dim).to(cache_dtype) for _ in range(2)]
-    slots = torch.randperm(32, generator=make)[:tokens]
+    slots = torch.randperm(32, generator=generator)[:tokens]
     if tokens > 2:
         slots[1] = -1
     heads_of = [x.unflatten(1, (-1, dim)) for x in (q, k, v)]

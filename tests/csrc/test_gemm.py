@@ -112,7 +112,7 @@ def test_bf16_inputs_with_fp8_weights(level, shape, b_by):
 @pytest.mark.parametrize("b_by", GRANULARITIES)
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 40])
 def test_inputs_in_bf16_give_the_same_bits_everywhere(library, b_by, rows):
-    """On every level, packed or not, and in every batch."""
+    """Compares every level, packed and unpacked weights, and every batch."""
     a, one = tame(rows, 2304, seed=1).bfloat16(), torch.tensor(1.0)
     b, b_scale = quantized(tame(160, 2304, seed=2), b_by)
     packed = torch.empty_like(b).view(packing.packed_shape(*b.shape))
@@ -230,7 +230,7 @@ def test_non_contiguous_operands(level):
         ({"out": torch.int32}, "out_dtype: is Int, must be Float, BFloat16 or Half"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_the_error_names_the_wrong_argument(change, message):
     good = {"a": torch.zeros(4, 200).to(E4M3), "b": torch.zeros(6, 200).to(E4M3), "a_scale": torch.tensor(1.0)}
     good |= {"b_scale": torch.tensor(1.0), "bias": None, "out": torch.float32}
     with pytest.raises(RuntimeError, match=message):
@@ -280,7 +280,7 @@ def test_scales_far_from_one_that_cancel_do_not_overflow(level, rows, by_row):
     assert_bits_equal(OPS.scaled_mm_add(*operands, bias, residual), residual + product)
 
 
-def test_far_scales_of_blocks_and_of_empty_sums(level):
+def test_far_scales_of_blocks_and_of_empty_sums_do_not_overflow(level):
     a, b = tame(3, 200, seed=1).to(E4M3), tame(48, 200, seed=2).to(E4M3)
     far = torch.full((), 1e30)
     actual = OPS.scaled_mm(a, b, far, torch.full((1, 2), 1e-30), None, torch.float32)

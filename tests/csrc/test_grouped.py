@@ -81,7 +81,7 @@ def test_packed_weights_give_the_same_bits(level, counts, scales):
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("rank", [5, 64])
 def test_zero_padded_bf16_matrices_give_the_bits_of_mm(level, counts, rank):
-    """As for served adapters: first A [rank, 200], then B [33, rank] with padding columns of zeros."""
+    """Multiplies as for served adapters: first by A [rank, 200], then by B [33, rank] with padding columns of zeros."""
     rows, offsets = COUNTS[counts], offsets_of(COUNTS[counts])
     one, ones = torch.ones(()), torch.ones(len(rows))
     for (n, k), padded in (((rank, 200), 200), ((33, rank), 70)):

@@ -33,7 +33,7 @@ def capped(cap: str) -> dict[str, dict[str, str]]:
 
 
 def run_op(op: str, kernels: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """The results of an op, and its arguments afterwards."""
+    """Returns the results of an op, and its arguments afterwards."""
     result = getattr(kernels, op)(*args)
     flat = [*(result if isinstance(result, tuple) else (result,)), *args]
     nested = [x if isinstance(x, list) else [x] for x in flat]

@@ -75,7 +75,7 @@ def test_scale_of_every_kind_of_amax(level, amax, power_2):
     assert_bits_equal(actual[1], expected[1])
 
 
-def test_a_large_tensor_that_several_tasks_share(level):
+def test_several_tasks_share_a_large_tensor(level):
     x = hostile(600, 700, torch.bfloat16)
     for actual, expected in zip(
         OPS.quantize_current(x.nan_to_num(0, 9, -9), torch.float8_e4m3fn, False),

@@ -90,7 +90,7 @@ def naive(logits: list[float], temperature: float, top_k: int, top_p: float, min
 
 @pytest.mark.parametrize("case", cases("sample"), ids=lambda case: case.name)
 def test_filtering_every_row_draws_the_same_tokens(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the reference filters all rows and selects afterwards, to avoid a synchronization."""
+    """On a GPU, the reference filters all rows and selects afterwards, to avoid a synchronization."""
     expected = reference.sample(*case.make())
     monkeypatch.setattr(sampling, "_on_cpu", lambda x: False)
     assert torch.equal(reference.sample(*case.make()), expected)
@@ -123,7 +123,7 @@ def test_tokens_do_not_depend_on_other_rows_or_threads(threads: None) -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 10])
-def test_equal_logits_and_a_row_with_one_possible_token(level: str, top_k: int) -> None:
+def test_equal_logits_draw_the_tokens_of_their_random_numbers(level: str, top_k: int) -> None:
     args, expected = flat_rows(top_k)
     assert OPS.sample(*args).tolist() == expected
 
@@ -133,7 +133,7 @@ def test_a_random_number_on_a_border_draws_the_token_above_it(level: str) -> Non
 
 
 def test_top_p_of_1_keeps_tokens_too_small_to_change_the_sum() -> None:
-    """Also with another filter; a random number of 0 draws the first token."""
+    """Another filter is on, too; a random number of 0 draws the first token."""
     one = torch.ones(1, dtype=torch.float64)
     args = torch.tensor([[0.0, 50.0, 0.0, -1.0]]), one, 3 * one.long(), one, 0 * one, 0 * one
     for kernel in (OPS.sample, reference.sample):

@@ -46,7 +46,7 @@ def test_data_and_counters_are_those_of_separate_ops(level, case):
 
 
 def test_without_its_kernel_the_op_is_composed_of_other_ops():
-    """As on a GPU where the self-check has switched the kernel off."""
+    """This happens on a GPU where the self-check has switched the kernel off."""
     arguments = [case.make() for case in cases("quantize_watched")]
     expected = [case.make() for case in cases("quantize_watched")]
     kernels = [WATCHED(*args) for args in expected]

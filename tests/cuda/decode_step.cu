@@ -5,7 +5,7 @@
 // It has the real operations' inputs, outputs, buffers and signals, but not their arithmetic: a product is an
 // exact sum of integers modulo 2^32, so a wrong or missing operand changes it, and the order of K does not.
 // One warp loads weights by bulk copies into a ring of pages, ahead of the waits for activations; the others
-// compute. Not here: an end to waiting if a signal is lost.
+// compute. If a signal is lost, the prototype waits for ever.
 //
 // A program (emulator/program.h) that runs the steps described in a file (test_decode_program.py), and
 // returns for each the sum of all hidden states and logits.

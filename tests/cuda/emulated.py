@@ -113,7 +113,7 @@ class Emulator:
         torch.ops.load_library(str(library))
         self.ops = torch.ops.fp8serve_emulated
         self._library = ctypes.CDLL(str(library))
-        for function in ("met", "launches", "launch_impatient"):
+        for function in ("take_reached_sites", "launches", "launch_impatient"):
             getattr(self._library, f"emulator_{function}").restype = ctypes.c_char_p
         self._declared, self._kernels = shared_memory(library), functions(library)
         for memory in self._declared.values():
@@ -123,9 +123,9 @@ class Emulator:
         """Switches off the kernels that are off by default, and all others on."""
         self.ops.gemm_kernels(torch.zeros(1), OFF_BY_DEFAULT)
 
-    def be(self, capability: int, multiprocessors: int, shared_bytes: int) -> None:
+    def set_chip(self, capability: int, multiprocessors: int, shared_bytes: int) -> None:
         """Emulates this chip; the default is an Ada with four multiprocessors."""
-        self._library.emulator_be(capability, multiprocessors, shared_bytes)
+        self._library.emulator_set_chip(capability, multiprocessors, shared_bytes)
 
     def run_backwards(self, backwards: bool) -> None:
         """Makes the threads of a block run in reverse order, or in order again."""
@@ -139,9 +139,9 @@ class Emulator:
         """Makes all kernels ignore the barrier or wait at "file.cu:line"; "" restores all of them."""
         self._library.emulator_leave_out(site.encode())
 
-    def met(self) -> set[str]:
+    def take_reached_sites(self) -> set[str]:
         """Returns the barriers and waits that kernels have reached since the last call."""
-        return set(self._library.emulator_met().decode().split())
+        return set(self._library.emulator_take_reached_sites().decode().split())
 
     def launches(self) -> list[tuple[str, int]]:
         """Returns (kernel, declared and dynamic bytes of shared memory of a block) for every launch since the last
@@ -171,9 +171,11 @@ class Emulator:
 
     def write_earlier(self, tensors: Sequence[torch.Tensor]) -> None:
         """Treats these tensors as results of an earlier kernel, which every later early launch must wait for."""
-        self._library.emulator_wrote_earlier(None, ctypes.c_size_t(0))
+        self._library.emulator_add_earlier_write(None, ctypes.c_size_t(0))
         for memory in (tensor.untyped_storage() for tensor in tensors if tensor.numel()):
-            self._library.emulator_wrote_earlier(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes()))
+            self._library.emulator_add_earlier_write(
+                ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes())
+            )
 
     def mma(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Runs an mma instruction of one warp. By lane: a int32 [32, 4], b int32 [32, 2], result FP32 [32, 4]."""

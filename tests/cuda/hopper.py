@@ -61,7 +61,7 @@ def _sums(a: Tensor, b: Tensor) -> Iterator[Tensor]:
 
 
 def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """The op scaled_mm, with Hopper's sums."""
+    """Computes the op with Hopper's sums."""
     by_block = any(scale.dim() == 2 and scale.shape[1] > 1 for scale in (a_scale, b_scale))
     scales = [arithmetic.expand(scale, *x.shape).expand(x.shape) for scale, x in ((a_scale, a), (b_scale, b))]
     columns = [scale[:, ::PROMOTED].t() for scale in scales]
@@ -74,13 +74,13 @@ def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tens
 
 
 def scaled_mm_add(*arguments: Any) -> Tensor:
-    """The op scaled_mm, with Hopper's sums."""
+    """Computes the op with Hopper's sums."""
     *product, residual = arguments
     return residual + scaled_mm(*product, residual.dtype)  # type: ignore[no-any-return]
 
 
 def scaled_mm_quantize(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The op scaled_mm, with Hopper's sums."""
+    """Computes the op with Hopper's sums."""
     *product, scale, out = arguments
     return reference.quantize(scaled_mm(*product, torch.float32), scale, out)  # type: ignore[no-any-return]
 

@@ -1,5 +1,5 @@
-// Where CuTe says that the operands of the instructions lie which our kernels use: a program for the host,
-// whose lines test_layouts.py compares with the emulator.
+// A program for the host that prints where CuTe places the operands of the instructions that our kernels use.
+// test_layouts.py compares the lines with the emulator.
 //
 //   mma NAME OPERAND thread value offset    offset = row + rows * column of the element
 //   load NAME source lane bit offset        16 bits of the 16 bytes at a lane's address
@@ -68,8 +68,8 @@ void tile(const char* name, int rows, int columns, const Layout& cute) {
 void matrix(const char* name, const char* whose, int step, int start, uint64_t descriptor) {
   std::printf("matrix %s %s %d %d %" PRIu64 "\n", name, whose, step, start, descriptor >> 14);
 }
-// Every product's matrix in a tile of CuTe's, by its descriptor. (The host has no addresses of shared memory:
-// CuTe says so, and takes 0.)
+// The matrix of every product in a tile of CuTe, by its descriptor. (The host has no addresses of shared
+// memory: CuTe warns, and uses 0.)
 template <GMMA::Major kMajor, class Product, class Layout>
 void cute_matrices(const char* name, int steps, const Layout& layout) {
   alignas(1024) static bfloat16_t memory[128 * 128];

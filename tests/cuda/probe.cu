@@ -1,4 +1,4 @@
-// A kernel around the rotary embedding in FP32, for its test to read the instructions of.
+// A kernel that applies the rotary embedding in FP32. A test reads its instructions.
 #include "cuda/rows.h"
 
 __global__ void probe_rotated(const float* head, const float* cos, const float* sin, float* out) {

@@ -113,7 +113,7 @@ class AfterOthers:
 
     def __init__(self, gpu: emulated.Emulator, stored_weights: dict[str, int]) -> None:
         self._gpu, self._stored_weights = gpu, stored_weights
-        self.be = gpu.be
+        self.set_chip = gpu.set_chip
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -129,11 +129,11 @@ class AfterOthers:
 
 @contextmanager
 def on_hopper(kernels: Kernels) -> Iterator[None]:
-    kernels.ops.be(*HOPPER)
+    kernels.ops.set_chip(*HOPPER)
     try:
         yield
     finally:
-        kernels.ops.be(*CHIP)
+        kernels.ops.set_chip(*CHIP)
 
 
 def multiply(kernels: Kernels, rows: int, k: int, by: str, kernel: str = "") -> None:
@@ -198,7 +198,7 @@ def barriers(gpu: emulated.Emulator, kernels: Kernels) -> None:
             print_line(f"RUN {name}")
             gpu.run_backwards(backwards)
             run(kernels)
-            for site in sorted(gpu.met() - reached):
+            for site in sorted(gpu.take_reached_sites() - reached):
                 reached.add(site)
                 print_line(f"WITHOUT {site} {name}: {detection(gpu, kernels, site, run)}")
     print_line(f"MET {' '.join(sorted(reached))}")
@@ -233,7 +233,7 @@ def detection(gpu: emulated.Emulator, kernels: Kernels, site: str, run: Callable
 if __name__ == "__main__":
     torch.set_num_threads(1)
     emulator = emulated.Emulator(Path(emulated.build(emulated.RACES)))
-    emulator.be(*CHIP)
+    emulator.set_chip(*CHIP)
     kernels = Kernels(AfterOthers(emulator, STORED_WEIGHTS), "cpu")
     modes = {"barriers": barriers, "written-weights": written_weights}
     modes[sys.argv[1]](emulator, kernels)

@@ -50,7 +50,7 @@ def product(seed: int, rows: int) -> tuple[Any, ...]:
 def gpu() -> Iterator[emulated.Emulator]:
     kernels_on("emulated")
     gpu = emulated.emulator()
-    gpu.be(89, 4, 99 * 1024)
+    gpu.set_chip(89, 4, 99 * 1024)
     gpu.ops.quantize(matrix(0), SCALE, E4M3)  # allocates the stream's scratch
     yield gpu
     gpu.capture(False)

@@ -25,28 +25,28 @@ def hopper(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     kernels = kernels_on(request.param)
     if kernels.device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper")
-    be(kernels, *HOPPER)
+    emulate_chip(kernels, *HOPPER)
     yield kernels
-    be(kernels, 89, 4, 99 * 1024)
-    switch(kernels, "none")
+    emulate_chip(kernels, 89, 4, 99 * 1024)
+    disable_kernels(kernels, "none")
 
 
 @pytest.fixture
 def emulated_hopper() -> Iterator[Kernels]:
     kernels = kernels_on("emulated")
-    be(kernels, *HOPPER)
+    emulate_chip(kernels, *HOPPER)
     yield kernels
-    be(kernels, 89, 4, 99 * 1024)
-    switch(kernels, "none")
+    emulate_chip(kernels, 89, 4, 99 * 1024)
+    disable_kernels(kernels, "none")
 
 
-def be(kernels: Kernels, *chip: int) -> None:
+def emulate_chip(kernels: Kernels, *chip: int) -> None:
     if kernels.device == "cpu":
-        emulated.emulator().be(*chip)
+        emulated.emulator().set_chip(*chip)
 
 
-def switch(kernels: Kernels, off: str) -> None:
-    kernels.ops.gemm_kernels(kernels.here(torch.zeros(1)), off)
+def disable_kernels(kernels: Kernels, names: str) -> None:
+    kernels.ops.gemm_kernels(kernels.here(torch.zeros(1)), names)
 
 
 def launched() -> list[str]:
@@ -72,12 +72,12 @@ def attend(paged: Paged, kernels: Kernels, parts: Parts, *options: object) -> tu
 @pytest.mark.parametrize(("cache", "dim"), [(cache, dim) for cache in CACHES for dim in (64, 128)] + [(E4M3, 80)])
 def test_wgmma_has_the_bits_of_mma(emulated_hopper: Kernels, cache, dim, options, chip) -> None:
     """Several segments, rows that do not fill a block, a second sequence, and rows with less than one tile of keys."""
-    be(emulated_hopper, *chip)
+    emulate_chip(emulated_hopper, *chip)
     paged = Paged([600, 90], heads=6, kv_heads=2, dim=dim, dtype=cache)
     parts = [(0, 530, 600), (1, 0, 90)]
     actual, by = attend(paged, emulated_hopper, parts, *options)
     assert by == {"attend_to_prompt", "attend"}
-    switch(emulated_hopper, "attention_wgmma")
+    disable_kernels(emulated_hopper, "attention_wgmma")
     expected, by = attend(paged, emulated_hopper, parts, *options)
     assert by == {"attend"}
     assert_bits_equal(actual, expected)
@@ -112,13 +112,13 @@ def test_which_kernels_compute_a_call(emulated_hopper: Kernels, parts, by) -> No
     paged = Paged([72, 40], heads=4, kv_heads=2, dim=64)
     assert attend(paged, emulated_hopper, parts)[1] == by
     for chip in (ADA, B200):
-        be(emulated_hopper, *chip)
+        emulate_chip(emulated_hopper, *chip)
         assert attend(paged, emulated_hopper, parts)[1] == {"attend"}
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
 def test_a_prompt_does_not_depend_on_its_batch(hopper: Kernels, cache) -> None:
-    """Nor do other sequences depend on it. Both kernels run, each for its rows; alone, a call has other blocks."""
+    """Other sequences do not depend on the prompt, either. Both kernels run; alone, the prompt has other blocks."""
     paged = Paged([700, 300, 40, 90], dim=64, dtype=cache)
     parts = [(2, 39, 40), (0, 600, 700), (3, 80, 90), (1, 0, 300)]
     together = paged.attend(hopper, parts)
@@ -165,7 +165,7 @@ def test_unaligned_queries_do_not_take_wgmma(emulated_hopper: Kernels) -> None:
 def test_without_a_kernel_the_next_one_computes(hopper: Kernels, off: str, merging: str) -> None:
     """mma replaces wgmma, and FP32 replaces mma; all are close to the reference."""
     paged = Paged([600, 40], dim=64)
-    switch(hopper, off)
+    disable_kernels(hopper, off)
     if hopper.device == "cpu":
         launched()
     paged.attend(hopper, [(0, 500, 600), (1, 39, 40)])

@@ -57,7 +57,7 @@ def test_the_order_of_blocks_is_that_of_the_seed() -> None:
         ("wait_in_circle, ordinary", r"0 at (\S+)"),
     ],
 )
-def test_blocks_that_wait_for_ever_are_named(kernel: str, waiting: str) -> None:
+def test_the_emulator_names_blocks_that_wait_for_ever(kernel: str, waiting: str) -> None:
     """The blocks of an ordinary launch need not be resident together, so the first one waits alone."""
     message = re.fullmatch("emulator: blocks wait for each other for ever: " + waiting, BLOCKS.run(kernel)[0])
     assert message is not None

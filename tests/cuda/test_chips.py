@@ -34,9 +34,9 @@ pytestmark = pytest.mark.emulator
 @pytest.fixture(params=CHIPS)
 def chip(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     kernels = kernels_on("emulated")
-    emulated.emulator().be(*CHIPS[request.param])
+    emulated.emulator().set_chip(*CHIPS[request.param])
     yield kernels
-    emulated.emulator().be(89, 4, 99 * 1024)
+    emulated.emulator().set_chip(89, 4, 99 * 1024)
 
 
 def test_every_block_fits_the_shared_memory_of_the_chip(chip: Kernels, request: pytest.FixtureRequest) -> None:

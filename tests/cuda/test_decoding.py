@@ -1,4 +1,4 @@
-"""Decoding and training on a GPU that has only torch, without model files. On the CPU, the tests are tested."""
+"""Decoding and training on a GPU that has only torch, without model files. Runs on a CPU, too, to test the tests."""
 
 import math
 from collections.abc import Callable

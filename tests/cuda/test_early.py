@@ -27,7 +27,7 @@ def gpu() -> Iterator[emulated.Emulator]:
     kernels_on("emulated")
     gpu = emulated.emulator()
     yield gpu
-    gpu.be(89, 4, 99 * 1024)
+    gpu.set_chip(89, 4, 99 * 1024)
 
 
 @pytest.mark.emulator
@@ -37,7 +37,7 @@ def test_every_launch_of_a_decoding_step_is_early_if_the_chip_supports_it(
     gpu: emulated.Emulator, monkeypatch: pytest.MonkeyPatch, chip: str, off: str
 ) -> None:
     on_emulated_kernels(monkeypatch)
-    gpu.be(*CHIPS[chip])
+    gpu.set_chip(*CHIPS[chip])
     gpu.ops.gemm_kernels(ANY_TENSOR, off)
     step = gpu_decode.DecodeStep("cpu", dry=True)
     gpu.starts()
@@ -50,7 +50,7 @@ def test_every_launch_of_a_decoding_step_is_early_if_the_chip_supports_it(
 @pytest.mark.emulator
 def test_a_kernel_that_never_waits_is_refused(gpu: emulated.Emulator) -> None:
     assert gpu.launch_impatient() == ""
-    gpu.be(*CHIPS["Hopper"])
+    gpu.set_chip(*CHIPS["Hopper"])
     assert gpu.launch_impatient() == (
         "emulator: a kernel that was launched early ends without waiting for those before"
     )

@@ -136,7 +136,7 @@ def test_rotary_into_fp8_from_a_fused_projection(kernels):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("watched_mm_add"), ids=lambda case: case.name)
 def test_watched_mm_add_has_the_bits_of_its_parts(kernels, case):
-    """Both for cases that take one launch and for cases that take several."""
+    """Some cases take one launch, others several."""
     fused, parts = kernels.here(case.make()), kernels.here(case.make())
     actual = kernels.ops.watched_mm_add(*fused)
     x, scale, amax, saturated, rows, *weight, residual = parts
@@ -152,7 +152,7 @@ def test_watched_mm_add_has_the_bits_of_its_parts(kernels, case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 64, 70])
 def test_a_residual_is_added_to_the_rounded_product(kernels, rows, dtype):
-    """Both kernels: the one that adds the residual in its epilogue, and the one that adds it separately."""
+    """One kernel adds the residual in its epilogue, another one adds it separately."""
     a, b = tame(rows, 1200, seed=1).to(FORMATS[0]), tame(24, 1200, seed=2).to(FORMATS[0])
     one, residual = torch.tensor(0.37), tame(rows, 24, dtype, 3)
     product = kernels.run("scaled_mm", a, b, one, one, None, dtype)

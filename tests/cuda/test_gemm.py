@@ -129,7 +129,7 @@ def test_fp8_output_of_the_product_and_its_amax(kernels, shape, out, a_dtype):
 
 @pytest.mark.parametrize("case", cases("scaled_mm_quantize"), ids=lambda case: case.name)
 def test_fp8_output_of_cases(kernels, case):
-    """Has the bits of scaled_mm in FP32 and a cast, since both ops use the same kernel."""
+    """The output has the bits of scaled_mm in FP32 and a cast, since both ops use the same kernel."""
     *args, scale, out = case.make()
     q, amax = kernels.run("scaled_mm_quantize", *args, scale, out)
     expected, largest = reference.quantize(kernels.run("scaled_mm", *args, torch.float32), scale, out)
@@ -220,7 +220,7 @@ def test_large_products_are_close_to_exact_ones(gpu, shape, formats, by):
         )  # a second run has the same bits
 
 
-def test_wrong_arguments_are_named(kernels):
+def test_the_error_names_the_wrong_argument(kernels):
     a, b, one = torch.zeros(4, 200).to(E4M3), torch.zeros(6, 200).to(E4M3), torch.tensor(1.0)
     with pytest.raises(RuntimeError, match=r"b_scale_inv: dim 1 is 3, must be ceil\(K=200 / 128\) = 2"):
         kernels.run("scaled_mm", a, b, one, torch.ones(6, 3), None, torch.float32)

@@ -1,6 +1,6 @@
 """The model of Hopper's sums (hopper.py) gives the recorded errors of an H200, and the self-check accepts it.
 
-So it is tested without a Hopper GPU that the self-check accepts its products, and rejects wrong ones.
+With the model, no Hopper GPU is needed to test that the self-check accepts its products and rejects wrong ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -127,7 +127,7 @@ def test_the_self_check_rejects_wrong_products(op: str, fault: str) -> None:
 
 
 def test_errors_of_sums_are_within_those_documented() -> None:
-    """The section on accumulation in docs/cuda.md."""
+    """docs/cuda.md states the errors in its section on accumulation."""
     for case in fp8_cases("scaled_mm"):
         *operands, _, out = case.make()
         if out == torch.float32 and operands[0].shape[0] > 1 and operands[1].numel():

@@ -23,35 +23,37 @@ KINDS = [("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("block1x128",
 
 @pytest.fixture(params=[CHIP, HOPPER], ids=["one team", "two teams"])
 def mode(kernels: Kernels, request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    """Kernels in the invariant mode. The emulated chips differ in the order of the skinny kernel's sums."""
+    """Kernels in the invariant mode. In the skinny kernel, one team of warps adds up a sum on CHIP and two teams on
+    HOPPER, so the order of the additions differs."""
     if kernels.device == "cpu":
-        emulated.emulator().be(*request.param)
+        emulated.emulator().set_chip(*request.param)
     elif request.param is HOPPER:
-        pytest.skip("a GPU has one order")
-    default = switch(kernels, "")
-    switch(kernels, INVARIANT_SWITCH)
+        pytest.skip("a real GPU has one of the two orders, and the other parameter tests it")
+    default = disable_kernels(kernels, "")
+    disable_kernels(kernels, INVARIANT_SWITCH)
     yield kernels
-    switch(kernels, default or "none")
+    disable_kernels(kernels, default or "none")
     if kernels.device == "cpu":
-        emulated.emulator().be(89, 4, 99 * 1024)
+        emulated.emulator().set_chip(89, 4, 99 * 1024)
 
 
-def switch(kernels: Kernels, off: str) -> str:
-    return str(kernels.ops.gemm_kernels(kernels.here(torch.zeros(1)), off))
+def disable_kernels(kernels: Kernels, names: str) -> str:
+    """Returns the names that were disabled before. "" changes nothing, and "none" enables all kernels."""
+    return str(kernels.ops.gemm_kernels(kernels.here(torch.zeros(1)), names))
 
 
 def assert_rows_independent(run: Callable[[Tensor], Tensor], rows: int = BATCHES[-1]) -> None:
-    """`run` computes the rows with the given numbers. Checks every row of every batch against the row alone, with the
-    batch's rows in another order, so that a row stands at several places."""
+    """`run(indices)` computes these rows. Compares the first and the last row of batches of shuffled rows with the same
+    row computed alone."""
     alone = {}
     for size in BATCHES:
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(size))[:size]
         together = run(order)
-        for place in {0, size - 1}:
-            row = int(order[place])
+        for position in {0, size - 1}:
+            row = int(order[position])
             if row not in alone:
-                alone[row] = run(order[place : place + 1])[0]
-            assert_bits_equal(together[place], alone[row])
+                alone[row] = run(order[position : position + 1])[0]
+            assert_bits_equal(together[position], alone[row])
     assert len(alone) > len(BATCHES)
 
 
@@ -85,7 +87,7 @@ def test_joined_weights_give_the_bits_of_separate_ones(mode: Kernels) -> None:
 
 
 def test_other_kernels_add_in_another_order(kernels: Kernels) -> None:
-    """Otherwise the tests of this file would show nothing."""
+    """If they added in the same order, the tests of this file would show nothing."""
     if kernels.device == "cuda":
         pytest.skip("the kernels differ from GPU to GPU")
     a, a_scale = quantized(tame(129, 2304, seed=1), "row")
@@ -105,7 +107,7 @@ def test_rows_of_bf16_products_are_independent(mode: Kernels, n: int, k: int) ->
     "op", ["stored_mm", "scaled_mm_add", "watched_mm_add", "stored_gated_mm", "scaled_mm_quantize"]
 )
 def test_rows_of_fused_products_are_independent(mode: Kernels, op: str) -> None:
-    """Up to 16 or 64 rows one launch does it all, and for more a product and a second launch."""
+    """Few rows run in one launch. More rows (over 16 or 64, by the op) take a GEMM and a second launch."""
     n, k = 32, 1200
     x, one = tame(BATCHES[-1], k, seed=1).to(BF16), torch.tensor(1.0)
     a, a_scale = quantized(x.float(), "tensor")
@@ -132,7 +134,8 @@ def test_rows_of_fused_products_are_independent(mode: Kernels, op: str) -> None:
 
 @pytest.mark.parametrize("op", ["stored_mm", "stored_gated_mm", "stored_rotary_mm"])
 def test_rows_of_products_of_a_norm_are_independent(mode: Kernels, op: str) -> None:
-    """Up to 4 rows the product casts the norm, and up to 16 rows it also casts gate and up, or rotates."""
+    """Up to 4 rows the GEMM kernel casts the norm's output itself. Up to 16 rows the kernel also casts gate and up, or
+    applies the rotary embedding."""
     n, k, dim = 48, 1200, 16
     x, one = tame(BATCHES[-1], k, seed=1).to(BF16), torch.tensor(1.0)
     b, b_scale = quantized(tame(n, k, seed=2), "row")
@@ -194,22 +197,22 @@ def test_a_token_attends_alike_in_a_prompt_and_decoded(mode: Kernels, cache: tor
     assert_bits_equal(together[0], decoded[-1])
 
 
-def test_prompts_run_on_warps(mode: Kernels) -> None:
+def test_prompts_use_other_attention_kernels_than_without_the_mode(mode: Kernels) -> None:
     if mode.device == "cuda":
         pytest.skip("launches are known on the emulated GPU only")
-    emulated.emulator().be(*HOPPER)
+    emulated.emulator().set_chip(*HOPPER)
     paged = Paged([130], heads=4, kv_heads=1, dim=64)
     emulated.emulator().launches()
     paged.attend(mode, [(0, 0, 130)])
     in_mode = {name for name, _ in emulated.emulator().launches()}
-    switch(mode, "none")
+    disable_kernels(mode, "none")
     paged.attend(mode, [(0, 0, 130)])
     assert in_mode.isdisjoint(name for name, _ in emulated.emulator().launches())
 
 
 @pytest.mark.gpu
 def test_log_softmax_does_not_depend_on_the_place_of_a_row(gpu: Kernels) -> None:
-    """A row of 4,097 values begins at another alignment in every row."""
+    """With 4,097 values a row, each row starts at a different alignment."""
     logits = tame(9, 4097, seed=1)
     batch_invariant._invariant_devices.add("cuda")
     try:

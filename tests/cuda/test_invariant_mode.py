@@ -68,14 +68,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if kernels.device == "cuda":
         batch_invariant.use_invariant_kernels("cuda")
     else:
-        emulated.emulator().be(90, 4, 227 * 1024)
+        emulated.emulator().set_chip(90, 4, 227 * 1024)
         use_emulated_kernels(monkeypatch)
         kernels.ops.gemm_kernels(here, "+".join([default, INVARIANT_SWITCH]).strip("+"))
     yield kernels.device
     kernels.ops.gemm_kernels(here, default or "none")
     batch_invariant._invariant_devices.discard("cuda")
     if kernels.device == "cpu":
-        emulated.emulator().be(89, 4, 99 * 1024)
+        emulated.emulator().set_chip(89, 4, 99 * 1024)
 
 
 def complete(model: Path, device: str, prompts: list[list[int]], **options: Any) -> list[Completion]:

@@ -53,7 +53,7 @@ def words(values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["e4m3-e4m3", "e4m3-e5m2", "e5m2-e4m3", "e5m2-e5m2", "bf16"])
-def test_mma_has_cutes_fragments(layouts: Layouts, name: str) -> None:
+def test_mma_has_the_fragments_of_cute(layouts: Layouts, name: str) -> None:
     """Multiplies integers, whose sums are exact, with operands and results in CuTe's layouts."""
     types = [torch.bfloat16] * 2 if name == "bf16" else [FP8[part] for part in name.split("-")]
     k = 16 if name == "bf16" else 32
@@ -71,7 +71,7 @@ def halves(offsets: Tensor) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", ["as-it-lies", "transposed"])
-def test_ldmatrix_has_cutes_layout(layouts: Layouts, name: str) -> None:
+def test_ldmatrix_has_the_layout_of_cute(layouts: Layouts, name: str) -> None:
     rows = torch.randperm(32 * 8).to(torch.int16).view(32, 8)
     source, target = layouts[name, "source"], layouts[name, "target"]
     values = {int(source[place]): rows[place] for place in halves(source)}
@@ -84,8 +84,8 @@ TILES = ["keys-64", "keys-128", "queries-128", "values-64", "values-128"]
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_our_tiles_and_descriptors_are_cutes(layouts: Layouts, tile: str) -> None:
-    """The offsets of elements, and the descriptors, of csrc/cuda/wgmma_matrix.h."""
+def test_tiles_and_descriptors_equal_those_of_cute(layouts: Layouts, tile: str) -> None:
+    """Compares the offsets of elements, and the descriptors, of csrc/cuda/wgmma_matrix.h."""
     for name in (tile, f"{tile} matrices"):
         assert torch.equal(layouts[name, "ours"], layouts[name, "cute"])
 

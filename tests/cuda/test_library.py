@@ -126,8 +126,8 @@ import sys, torch
 from fp8serve.fp8 import ops
 torch.ops.load_library(sys.argv[1])
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-wanted = ops.compiled_for("cuda")
-missing = [op for op in wanted if not has(f"fp8serve::{op}", "CUDA")]
+expected = ops.compiled_for("cuda")
+missing = [op for op in expected if not has(f"fp8serve::{op}", "CUDA")]
 dangling = [entry for entry in torch._C._dispatch_find_dangling_impls() if "fp8serve" in entry]
 print(missing, dangling)
 """
@@ -136,7 +136,7 @@ print(missing, dangling)
 @built
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
 def test_the_library_loads_and_registers_every_op(library):
-    """On a torch without CUDA, with the stub of libtorch_cuda.so that the library was linked against."""
+    """Loads it into a torch without CUDA, with the stub of libtorch_cuda.so that the library was linked against."""
     stub = library.parent / "stub"
     environment = {"LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", LOAD, str(library)]

@@ -70,7 +70,7 @@ def test_one_amax_over_many_blocks(kernels, high):
     assert_same(kernels.run("quantize_current", x, FORMATS[1], False), reference.quantize_current(x, FORMATS[1], False))
 
 
-def test_an_unaligned_input(kernels):
+def test_an_unaligned_input_is_cast_like_the_reference(kernels):
     x = kernels.here(torch.randn(4097, generator=torch.Generator().manual_seed(1)))[1:]
     q, amax = kernels.ops.quantize(x, kernels.here(torch.tensor(3.0)), FORMATS[0])
     assert_same((q.cpu(), amax.cpu()), reference.quantize(x.cpu(), torch.tensor(3.0), FORMATS[0]))
@@ -83,7 +83,7 @@ def test_large_tensors_have_the_bits_of_the_reference(gpu, op):
     assert_same(gpu.run(op, x, FORMATS[0], False), getattr(reference, op)(x, FORMATS[0], False))
 
 
-def test_wrong_arguments_are_named(kernels):
+def test_the_error_names_the_wrong_argument(kernels):
     with pytest.raises(RuntimeError, match="fp8serve::quantize_block: block_rows: is 7, must be 1 or 128"):
         kernels.run("quantize_block", torch.ones(2, 128), FORMATS[0], 7, False)
     with pytest.raises(RuntimeError, match="x: dtype is Double, must be Float or BFloat16 or Half"):

@@ -99,8 +99,8 @@ KNOWN: Kernels = {
         ([Usage(10, 0, 64)], ["sm_89 a.cu: add: 1 instances, on record are 2"]),
     ],
 )
-def test_only_larger_resources_are_reported(usages: list[Usage], expected: list[str]) -> None:
-    """And only for the architectures that were built."""
+def test_larger_resources_and_other_numbers_of_instances_are_reported(usages: list[Usage], expected: list[str]) -> None:
+    """Only the architectures of the build are compared."""
     assert resources.complaints({"sm_89": {"a.cu: add": usages}}, KNOWN) == expected
 
 

@@ -65,7 +65,7 @@ def test_random_numbers_near_0_and_1_draw_a_token_that_was_kept(kernels, uniform
 
 
 @pytest.mark.parametrize("top_k", [0, 10])
-def test_equal_logits_and_a_row_with_one_possible_token(kernels, top_k):
+def test_equal_logits_draw_the_tokens_of_their_random_numbers(kernels, top_k):
     args, expected = flat_rows(top_k)
     assert kernels.run("sample", *args).tolist() == expected
 

@@ -59,12 +59,12 @@ def test_a_kernel_is_checked_on_thirty_cases_of_all_kinds(kernels: Kernels, name
 
 @pytest.mark.emulator
 def test_attention_without_a_wait_is_found_and_replaced() -> None:
-    """For prompts on Hopper: wgmma is replaced by mma, and mma by FP32."""
+    """Tests prompts on Hopper: mma replaces wgmma, and FP32 replaces mma."""
     gpu, here = emulated.emulator(), torch.zeros(1)
     gpu.ops.gemm_kernels(here, "none")
     by_name = {c.name: c for c in gpu_candidates(gpu.ops)}
     prompt = by_name["paged_attention.wgmma"].cases[0].make()
-    gpu.be(90, 132, 227 * 1024)
+    gpu.set_chip(90, 132, 227 * 1024)
     try:
         for name, source, off in (
             ("paged_attention.wgmma", "attention_wgmma.cu", "attention_wgmma"),
@@ -82,7 +82,7 @@ def test_attention_without_a_wait_is_found_and_replaced() -> None:
         assert gpu.ops.gemm_kernels(here, "") == off, "kernels that were off stay off"
     finally:
         gpu.leave_out("")
-        gpu.be(89, 4, 99 * 1024)
+        gpu.set_chip(89, 4, 99 * 1024)
 
 
 def waits(source: str) -> list[str]:
@@ -128,7 +128,7 @@ def test_a_gemm_without_a_wait_is_found_and_replaced() -> None:
 def test_early_launches_are_checked_and_switched_off_separately(name: str, switches: str) -> None:
     gpu, here = emulated.emulator(), torch.zeros(1)
     candidate = next(c for c in gpu_candidates(gpu.ops) if c.name == name)
-    gpu.be(90, 4, 227 * 1024)
+    gpu.set_chip(90, 4, 227 * 1024)
     try:
         for off in (switches, f"{switches}+skinny"):
             gpu.ops.gemm_kernels(here, off)
@@ -144,4 +144,4 @@ def test_early_launches_are_checked_and_switched_off_separately(name: str, switc
         gpu.ops.quantize(torch.ones(8), torch.tensor(1.0), torch.float8_e4m3fn)
         assert not any(early for _, early in gpu.starts())
     finally:
-        gpu.be(89, 4, 99 * 1024)
+        gpu.set_chip(89, 4, 99 * 1024)

@@ -26,24 +26,25 @@ OWN = "skinny+large+medium+small+thin128+thin64+thin32+mma"
 
 @pytest.fixture
 def switched(kernels: Kernels) -> Iterator[Kernels]:
-    default = switch(kernels, "")
-    switch(kernels, "none")
+    default = disable_kernels(kernels, "")
+    disable_kernels(kernels, "none")
     yield kernels
-    switch(kernels, default or "none")
+    disable_kernels(kernels, default or "none")
 
 
-def switch(kernels: Kernels, off: str) -> str:
-    return str(kernels.ops.gemm_kernels(kernels.here(torch.zeros(1)), off))
+def disable_kernels(kernels: Kernels, names: str) -> str:
+    """Returns the names that were disabled before. "" changes nothing, and "none" enables all kernels."""
+    return str(kernels.ops.gemm_kernels(kernels.here(torch.zeros(1)), names))
 
 
 def test_gemm_kernels_returns_and_sets_the_switched_off_kernels(switched: Kernels) -> None:
-    assert switch(switched, "") == ""
-    assert switch(switched, "mma+skinny") == "skinny+mma"
-    assert switch(switched, "") == "skinny+mma"
+    assert disable_kernels(switched, "") == ""
+    assert disable_kernels(switched, "mma+skinny") == "skinny+mma"
+    assert disable_kernels(switched, "") == "skinny+mma"
     with pytest.raises(RuntimeError, match=r"gemm_kernels: off: is 'mma\+huge', must be names of kernels"):
-        switch(switched, "mma+huge")
-    assert switch(switched, "") == "skinny+mma"
-    assert switch(switched, "none") == ""
+        disable_kernels(switched, "mma+huge")
+    assert disable_kernels(switched, "") == "skinny+mma"
+    assert disable_kernels(switched, "none") == ""
 
 
 @pytest.mark.pairwise
@@ -51,7 +52,7 @@ def test_gemm_kernels_returns_and_sets_the_switched_off_kernels(switched: Kernel
 @pytest.mark.parametrize("case", cases("scaled_mm")[::3], ids=lambda case: case.name)
 def test_the_remaining_kernels_compute_every_product(switched: Kernels, off: str, case) -> None:
     a, b, a_scale, b_scale, bias, out = case.make()
-    switch(switched, off)
+    disable_kernels(switched, off)
     actual = switched.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
     assert actual.dtype == out
     if a.shape[1] == 0:
@@ -62,7 +63,7 @@ def test_the_remaining_kernels_compute_every_product(switched: Kernels, off: str
 
 @pytest.mark.parametrize("op", ["scaled_mm_quantize", "scaled_mm_add"])
 def test_ops_fused_with_a_product_work_without_our_kernels(switched: Kernels, op: str) -> None:
-    switch(switched, f"{OWN}+cublaslt+cublaslt_rows")
+    disable_kernels(switched, f"{OWN}+cublaslt+cublaslt_rows")
     for case in cases(op):
         expected, actual = getattr(reference, op)(*case.make()), switched.run(op, *case.make())
         for one, expected_tensor in zip(
@@ -78,7 +79,7 @@ def test_the_reference_computes_if_all_kernels_are_off(switched: Kernels) -> Non
         pytest.skip("the reference on a GPU sums in another order than on the CPU")
     args = *operands(17, 40, 400, "row", "row"), None, torch.float32
     plain = switched.run("scaled_mm", *args)
-    switch(switched, f"{OWN}+cublaslt+cublaslt_rows")
+    disable_kernels(switched, f"{OWN}+cublaslt+cublaslt_rows")
     assert_bits_equal(switched.run("scaled_mm", *args), reference.scaled_mm(*args))
     assert not torch.equal(plain, reference.scaled_mm(*args)), "the other kernel should have other roundings"
 
@@ -117,7 +118,7 @@ def test_cublaslt_refuses_a_bias_of_another_dtype(kernels: Kernels) -> None:
 
 
 def test_cublaslt_refuses_unaligned_scales(kernels: Kernels) -> None:
-    """Such as the scales of an expert's rows, for which torch raised an error on an H200."""
+    """The scales of an expert's rows may be unaligned; torch raised an error for them on an H200."""
     a, b, a_scale, b_scale = kernels.here(operands(129, 32, 64, "row", "row"))
     args = a[1:], b, a_scale[1:], b_scale, None, BF16
     with pytest.raises(RuntimeError, match="kernel: is cublaslt, which does not multiply this here"):
@@ -130,17 +131,17 @@ def test_cublaslt_refuses_unaligned_scales(kernels: Kernels) -> None:
 def test_cublaslt_is_not_used_for_fp8_output(switched: Kernels, out: torch.dtype) -> None:
     args = *whole_numbers(5, 48, 144), torch.tensor(0.5), out
     expected = switched.run("scaled_mm_quantize", *args)
-    switch(switched, OWN)
+    disable_kernels(switched, OWN)
     for one, expected_tensor in zip(switched.run("scaled_mm_quantize", *args), expected, strict=True):
         assert torch.equal(one.float(), expected_tensor.float())
 
 
 @pytest.mark.parametrize("case", cases("stored_mm"), ids=lambda case: case.name)
 def test_weights_read_before_the_wait_give_the_same_bits(switched: Kernels, case) -> None:
-    """Also for weights with unaligned rows, which the op copies."""
+    """The op copies weights with unaligned rows; they are tested, too."""
     expected = switched.run("scaled_mm", *case.make())
     assert_bits_equal(switched.run("stored_mm", *case.make()), expected)
-    switch(switched, "early_weights")
+    disable_kernels(switched, "early_weights")
     assert_bits_equal(switched.run("stored_mm", *case.make()), expected)
 
 
@@ -152,15 +153,15 @@ def results_with_and_without(kernels: Kernels, kernel: str, op: str, case: Case,
     Hopper, two teams of warps share a block's rows."""
     results = []
     if kernels.device == "cpu":
-        emulated.emulator().be(*chip)
+        emulated.emulator().set_chip(*chip)
     try:
         for off in ("none", kernel):
-            switch(kernels, off)
+            disable_kernels(kernels, off)
             arguments = kernels.here(case.make())
             results.append(flatten_tensors(getattr(kernels.ops, op)(*arguments), *arguments))
     finally:
         if kernels.device == "cpu":
-            emulated.emulator().be(89, 4, 99 * 1024)
+            emulated.emulator().set_chip(89, 4, 99 * 1024)
     return [[tensor.cpu() for tensor in tensors] for tensors in results]
 
 
@@ -236,7 +237,7 @@ def test_a_norm_in_the_prologue_has_the_same_bits_for_every_size(switched: Kerne
 @pytest.mark.emulator
 @pytest.mark.parametrize("op", STORED)
 def test_a_norm_of_few_rows_takes_no_launch(op: str) -> None:
-    """Of five rows it takes one, and where rows or the weight are unaligned."""
+    """A norm of five rows takes a launch, and so does one with unaligned rows or an unaligned weight."""
     gpu, here = emulated.emulator(), torch.zeros(1)
     case = next(case for case in cases(op) if len(case.make()[0]) in (1, 2, 3) and case.make()[0].shape[1] % 16 == 0)
     x, *arguments = normed_case(case).make()

@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "delayed": ("llama", {}, {}),
     "fp8 cache": ("mistral", {"head_dim": 40, "sliding_window": 12}, {"kv_cache_dtype": "fp8"}),
     "biases, rowwise": ("qwen2", {}, {"recipe": "rowwise"}),
-    "norms behind, blocks": ("gemma2", {"intermediate_size": 200}, {"recipe": "block"}),
+    "norms after each block, block scales": ("gemma2", {"intermediate_size": 200}, {"recipe": "block"}),
     "a shared expert, current": ("qwen2_moe", {}, {"recipe": "current"}),
     "joined in the file, bf16": ("phi3", {}, {"recipe": "bf16"}),
 }

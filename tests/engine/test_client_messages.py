@@ -200,7 +200,7 @@ def outputs_of(outputs: Sequence[Any], name: str) -> list[Any]:
 
 
 def test_a_stream_may_be_cancelled_while_its_tokens_are_written() -> None:
-    """Its last output, which arrived with the tokens, is dropped, and the connection goes on."""
+    """The last output of the stream, which arrived with the tokens, is dropped, and the connection stays open."""
     worker, wire = worker_and_wire(SimpleNamespace())
     client, received = offline_client(), list[Any]()
 

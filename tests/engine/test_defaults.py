@@ -41,7 +41,7 @@ def on_gpu(**options: Any) -> EngineOptions:
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_number_of_sequences_follows_memory(gpu: str) -> None:
-    """Before a model is loaded, as `fp8serve doctor` shows it."""
+    """Tests the number before a model is loaded, which `fp8serve doctor` shows."""
     num_seqs = {}
     for model in SEQUENCES[gpu]:
         weights, token_bytes = MODELS[model]

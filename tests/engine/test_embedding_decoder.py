@@ -111,7 +111,7 @@ def test_embedding_and_generating_directories_are_told_apart(tiny: Path, tmp_pat
         Embedder(tmp_path / "writes", recipe="bf16")
 
 
-def test_options_hold(tiny: Path) -> None:
+def test_options_of_an_embedder_are_checked(tiny: Path) -> None:
     with pytest.raises(RequestError, match="1 to 8"):
         Embedder(tiny, recipe="bf16", max_model_len=8).embed(["abcdefghijkl"])
     for option, value, words in (

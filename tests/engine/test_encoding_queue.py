@@ -89,7 +89,7 @@ def test_small_calls_finish_before_an_earlier_large_one(tiny: Path) -> None:
 
 
 async def test_concurrent_calls_get_the_same_bits_as_alone(tiny: Path) -> None:
-    """Each call asks for another number of dimensions, and one call is cancelled."""
+    """Each call requests another number of dimensions, and one call is cancelled."""
     options = EngineOptions(recipe="rowwise", max_batch_tokens=64)
     client = await EngineClient.start(tiny, options)
     try:

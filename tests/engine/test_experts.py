@@ -80,7 +80,7 @@ def test_grouped_experts_equal_experts_called_one_by_one(
 
 
 def learner(kind: str, path: Path) -> Any:
-    """A model of transformers in FP32, and the tokenizer in `path`."""
+    """Returns a model of transformers in FP32, and the tokenizer in `path`."""
     write_model(path, kind)
     if kind != "gpt_oss":
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -164,7 +164,7 @@ def test_at_most_one_step_is_ahead(model_dir: Path, device: Device) -> None:
 def test_rows_with_penalties_are_sampled_after_the_previous_step_is_read(
     model_dir: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forward pass is launched before that."""
+    """Their forward pass is launched before the previous step is read."""
     engine = make_engine(model_dir)
     run = engine.loaded.runner.run
 
@@ -264,7 +264,7 @@ def test_swapping_weights_reads_the_step_in_flight_first(model_dir: Path, device
 
 
 def test_no_sequence_in_flight_is_preempted(model_dir: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither to free blocks nor for fairness."""
+    """A sequence is preempted neither to free blocks nor for fairness while its step is in flight."""
     engine = make_engine(model_dir, max_num_seqs=2, block_size=4, num_blocks=8)
     preempt, in_flight = engine.scheduler._preempt, list[int]()
 

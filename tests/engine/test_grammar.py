@@ -153,7 +153,7 @@ def test_a_grammar_is_compiled_once_for_many_answers(engine: Engine) -> None:
 
 
 def test_an_exponential_regex_is_refused_or_harmless(engine: Engine) -> None:
-    """It must neither stop the engine nor take long."""
+    """The regex must neither stop the engine nor take long."""
     try:
         (completion,) = engine.generate([[1]], max_new_tokens=5, regex="(((a{1,999}){1,999}){1,999}b|a*a*a*a*a*a*c){9}")
     except RequestError:
@@ -182,7 +182,7 @@ def test_a_grammar_too_complex_for_its_first_step_is_refused_before_queueing(
 
 
 def test_masks_equal_those_of_the_library_without_slices(engine: Engine) -> None:
-    """At every step of an answer."""
+    """Compares them at every step of an answer."""
     schema = json.dumps(SCHEMA | {"properties": {"name": {"type": "string", "maxLength": 40}, "age": {"type": "null"}}})
     vocab = engine.limits.vocab_size
     file = engine.loaded.grammars._file

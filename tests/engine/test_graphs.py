@@ -64,7 +64,7 @@ def engine(model_dir: Path, capture: Any = None, prompt_tokens: int = 0, **optio
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4, "num_blocks": 24}, {"recipe": "bf16"}])
 def test_answers_equal_those_of_an_engine_without_graphs(model_dir: Path, options: dict[str, Any]) -> None:
-    """The second pool is so small that sequences lose their blocks and come back with others."""
+    """The second pool is so small that sequences are preempted and resumed with other blocks."""
     graphs = FakeGraphs()
     sampling: dict[str, Any] = {"max_new_tokens": 30, "seed": 3, "ignore_eos": True, "logprobs": 2}
     replayed = engine(model_dir, graphs, **options)
@@ -117,7 +117,7 @@ def test_scored_prompts_drafts_and_large_steps_run_without_graphs(model_dir: Pat
 
 
 def test_a_prompt_after_a_long_context_runs_without_a_graph(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a sequence that decodes, and alone."""
+    """Runs the prompt beside a sequence that decodes, and without one."""
     monkeypatch.setattr(graphs_module, "MAX_REPLAYED_CONTEXT", 40)
     replayed, plain = (engine(model_dir, each, 64, max_batch_tokens=16) for each in (FakeGraphs(), None))
     prompts, sampling = [[5] * 70, [9]], dict[str, Any](max_new_tokens=9, temperature=0.0, ignore_eos=True)
@@ -125,7 +125,7 @@ def test_a_prompt_after_a_long_context_runs_without_a_graph(model_dir: Path, mon
 
 
 def test_a_step_never_has_as_many_sequences_as_tokens(model_dir: Path) -> None:
-    """Attention would take it for decoding."""
+    """Attention would take such a step for decoding."""
     replayed = engine(model_dir, None)
     replayed.loaded.runner.use_graphs(FakeGraphs(), 15, 96, 64)
     buffers = replayed.loaded.runner._buffers
@@ -149,7 +149,7 @@ def test_padding_writes_no_keys(model_dir: Path, prompt_tokens: int) -> None:
 def test_padding_rows_are_not_counted_by_the_scale_statistics(
     model_dir: Path, tmp_path: Path, prompt_tokens: int
 ) -> None:
-    """On scales so large that inputs of these weights are cut off, too."""
+    """The scales are so large that inputs of these weights are cut off, too."""
     scales = {"recipe": DelayedScaling(), "scales": write_scales(model_dir, tmp_path / "scales")}
     padded, plain = engine(model_dir, FakeGraphs(), prompt_tokens, **scales), engine(model_dir, **scales)
     for one in (padded, plain):
@@ -162,7 +162,7 @@ def test_padding_rows_are_not_counted_by_the_scale_statistics(
 
 
 def test_graphs_are_captured_again_after_weights_are_replaced(model_dir: Path) -> None:
-    """What is written to lies where the capture read it."""
+    """A weight that is written in place stays at the address that the capture read."""
     graphs = FakeGraphs()
     replayed, plain = engine(model_dir, graphs), engine(model_dir)
     once = list(graphs.captured)

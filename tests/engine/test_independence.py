@@ -129,7 +129,7 @@ def restored_threads() -> Iterator[None]:
 
 
 def test_crowded_schedules_preempt_and_share_prefixes(large_dir: Path) -> None:
-    """So test_an_answer_does_not_depend_on_company covers both."""
+    """This shows that test_an_answer_does_not_depend_on_company covers both."""
     rng = random.Random(0)
     crowded = engine(large_dir, "bf16", num_blocks=12, max_num_seqs=5, max_batch_tokens=19, max_prefill_tokens=7)
     for batch in range(8):

@@ -45,7 +45,7 @@ def test_a_run_on_a_cpu_says_so(tmp_path: Path) -> None:
     assert texts == ["invariant changes nothing on a CPU, where no sum depends on the batch."]
 
 
-def test_without_kernels_of_ours_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_invariant_mode_is_refused_without_fp8serve_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = {"cpu": dict.fromkeys(("scaled_mm", "scaled_mm_add", "mm"), "reference")}
     monkeypatch.setattr(ops, "backends", lambda device="cpu": reference[device])
     with pytest.raises(MachineError, match="invariant needs fp8serve's CPU kernels"):

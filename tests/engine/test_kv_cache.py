@@ -143,6 +143,8 @@ def check(pool: BlockPool, live: dict[int, Sequence], contents: dict[int, tuple[
         assert len(seq.block_table) == -(-len(seq.token_ids) // pool.block_size)
         for index, block in enumerate(seq.block_table):
             if (index + 1) * pool.block_size <= seq.num_computed:
-                assert contents[block] == cached_prefix(pool, seq, index)  # nobody overwrote what it will read
+                assert contents[block] == cached_prefix(
+                    pool, seq, index
+                )  # no other sequence overwrote the blocks that it will read
             elif index * pool.block_size >= seq.num_computed:
                 assert holders[block] == 1  # what it will write is its own

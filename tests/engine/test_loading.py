@@ -111,7 +111,7 @@ def test_recipes_are_names_or_json() -> None:
     assert parse_recipe(to_json(DelayedScaling(margin=1))) == DelayedScaling(margin=1)
 
 
-def test_a_bound_of_the_cache_is_kept(model_dir: Path) -> None:
+def test_the_cache_is_not_larger_than_kv_cache_bytes(model_dir: Path) -> None:
     config = read_config(model_dir)
     plan = plan_cache(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES + 1), torch.bfloat16)
     assert (plan.num_blocks, plan.max_model_len) == (5, 80)

@@ -73,7 +73,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.pairwise(strength=1)  # tests/csrc compares every op at every level
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_in_a_batch_alone_and_with_a_cached_prefix(
+def test_tokens_are_the_same_in_a_batch_alone_and_with_a_cached_prefix(
     level: str, mode: str, model: Path, expected: dict[str, list[list[int]]]
 ) -> None:
     """Eight prompts in a batch, prefilled in chunks; one alone; and one whose prefix is cached."""
@@ -99,7 +99,7 @@ def test_tokens_of_layers_called_one_by_one(mode: str, model: Path, expected: di
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_the_memorized_text(mode: str, expected: dict[str, list[list[int]]]) -> None:
-    """So no token is a near tie that rounding could change."""
+    """A model that has memorized a text has no near ties, which rounding could change."""
     for prompt, answer in zip(PROMPTS, expected[mode], strict=True):
         at = (TEXT * 2).index(bytes(prompt)) + len(prompt)
         assert bytes(answer) == (TEXT * 5)[at : at + NEW]

@@ -29,7 +29,7 @@ def always_pack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unpacked(monkeypatch: pytest.MonkeyPatch, make_engine: Callable[[], Engine]) -> Engine:
-    """An engine that never packs."""
+    """Returns an engine that never packs."""
     with monkeypatch.context() as for_now:
         for_now.setattr(packing, "worth_packing", lambda: False)
         return make_engine()

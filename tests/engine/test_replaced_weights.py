@@ -26,7 +26,7 @@ Change = Callable[[Any], None]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With biases."""
+    """A model with biases."""
     return write_biased_model(tmp_path_factory.mktemp("models") / "one")
 
 
@@ -221,7 +221,7 @@ def test_functional_call_uses_its_tensors(engine: Engine) -> None:
 
 
 def test_hooks_of_joined_and_fused_modules_are_called(engine: Engine) -> None:
-    """On a layer that is joined, one that adds to the residual, a norm, and the modules around them."""
+    """The hooks are on a joined layer, on one that adds to the residual, on a norm, and on the modules around them."""
     model: Any = engine.loaded.runner.model
     calls: list[str] = []
     layer = model.model.layers[0]

@@ -55,7 +55,7 @@ LIMITS = EngineLimits(max_model_len=32, num_blocks=4, block_size=4, vocab_size=1
         ("include_stop_str_in_output", "yes"),
     ],
 )
-def test_a_bad_parameter_is_named(field: str, value: Any) -> None:
+def test_the_error_names_a_bad_parameter(field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=field if field != "stop" else "stop"):
         SamplingParams(**{field: value})
 

@@ -92,7 +92,7 @@ def test_with_ignore_eos_end_of_text_is_an_ordinary_token() -> None:
     assert sample(torch.tensor([[5.0, 4.0]]), [seq], (0,))[0].token_id == 0
 
 
-def test_a_bias_is_added_to_its_tokens_alone() -> None:
+def test_a_bias_is_added_only_to_its_tokens() -> None:
     seqs = [sequence(temperature=0, logit_bias={"1": 2.5, 2: -100}, logprobs=1), sequence(temperature=0)]
     results = sample(torch.tensor([[3.0, 1.0, 5.0], [3.0, 1.0, 5.0]]), seqs, ())
     assert [item.token_id for item in results] == [1, 2]
@@ -126,7 +126,7 @@ def test_logprobs_are_those_of_the_model() -> None:
     assert result.logprob.top[0][1] == pytest.approx(math.log(0.4))
 
 
-def test_a_row_with_nan_logits_fails_alone() -> None:
+def test_only_the_row_with_nan_logits_fails() -> None:
     logits = torch.tensor([LOGITS, [math.nan] * 5, [math.inf, 0.0, 0.0, 0.0, 0.0]])
     seqs = [sequence(temperature=0, logprobs=0) for _ in range(3)]
     assert [item.token_id for item in sample(logits, seqs, ())] == [0, None, None]

@@ -166,7 +166,7 @@ def test_a_pool_gives_away_what_was_restored_last_of_all() -> None:
     assert not pool.cached_blocks()
 
 
-def test_it_is_written_while_the_engine_runs(model_dir: Path, tmp_path: Path) -> None:
+def test_prefixes_are_written_while_the_engine_runs(model_dir: Path, tmp_path: Path) -> None:
     running = start_engine(model_dir, tmp_path, cache_dir_seconds=1e-6)
     running.generate(PROMPTS, **SAMPLING)
     until(lambda: any(not path.name.startswith(".") for path in tmp_path.iterdir()))

@@ -55,7 +55,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
     ]
 
 
-def test_alone_a_prompt_gets_the_whole_budget() -> None:
+def test_a_single_prompt_gets_the_whole_budget() -> None:
     scheduler = make()
     scheduler.add(sequence("a", 20))
     scheduler.add(sequence("b", 10))

@@ -241,7 +241,7 @@ def test_answers_with_a_grammar_are_not_drafted(
 def test_answers_with_bad_words_are_not_drafted(
     drafting: Engine, plain: Engine, drafter: type[ScriptedDrafter]
 ) -> None:
-    """Which tokens would complete a bad word is known only once the previous token is."""
+    """The tokens that would complete a bad word depend on the previous token."""
     expected = outputs(plain)
     bad_word = "".join(output.text_delta for output in expected)[3:5]
     without = outputs(plain, bad_words=(bad_word,))
@@ -253,7 +253,7 @@ def test_answers_with_bad_words_are_not_drafted(
 
 
 def test_prompt_lookup_changes_no_bit_of_several_answers_to_one_prompt(plain: Engine, drafting: Engine) -> None:
-    """With the real drafter, on a prompt that repeats itself."""
+    """The drafter is the real one, and the prompt repeats itself."""
     prompt = [256, *b"to be or not to be or not to be or not to "]
     sampling: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.7, "seed": 5, "ignore_eos": True, "logprobs": 1}
     assert drafting.generate([prompt] * 6, **sampling) == plain.generate([prompt] * 6, **sampling)

@@ -1,5 +1,5 @@
-"""Threads that share the texts of a batch: which texts each gets; bits and the settings of other threads do not
-change."""
+"""The texts of a batch are divided among threads: which texts each thread gets, that the vectors are bitwise the same,
+and that other threads keep their settings."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ def test_shares_are_even_and_keep_the_order() -> None:
     assert partition([5, 6, 6], 3) == [[1], [2], [0]]
 
 
-def test_each_thread_computes_alone_and_every_other_as_before() -> None:
+def test_workers_use_one_torch_thread_and_other_threads_keep_their_count() -> None:
     workers: list[tuple[str, int, bool]] = []
     both = threading.Barrier(2)
 

@@ -37,7 +37,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Families whose layers have other parts; transformers' tokens are in tests/compatibility.
+# Families whose layers have another structure. tests/compatibility compares their tokens with those of transformers.
 OTHERS: dict[str, dict[str, Any]] = {
     "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75, "sliding_window": 12},
     "olmo3": {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 12},
@@ -85,8 +85,8 @@ def call_each_layer(engine: Engine) -> None:
 
 
 def write_scales(path: Path, out: Path, *, kv: bool = False, shared: bool = True) -> Path:
-    """Made-up scales for every linear of the model, and for its cache when `kv`. Unless `shared`, every weight has
-    another than its neighbours."""
+    """Made-up scales for every linear of the model, and for its cache when `kv`. Unless `shared`, adjacent weights have
+    different scales."""
     names = Decoder(read_config(path), device="meta").linear_names()
     keys = {f"{name}.{role}": 20.0 for name in names for role in ("input", "weight")}
     if not shared:

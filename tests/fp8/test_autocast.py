@@ -221,7 +221,7 @@ def test_gradient_states_are_updated_once_when_the_backward_pass_ends() -> None:
     assert steps_of(module, "grad_output") == 1
 
 
-def test_two_forwards_before_one_backward() -> None:
+def test_two_forwards_before_one_backward_are_counted() -> None:
     module = layer()
     with autocast(recipe=SHORT):
         first = module(batch(1))

@@ -76,7 +76,9 @@ def train(module: nn.Module, call: Callable[[Tensor], Tensor], recipe: Recipe, m
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("compiled", "reentrant", "microbatches", "name"), list(combinations()))
-def test_every_combination(compiled: str, reentrant: bool | None, microbatches: int, name: str) -> None:
+def test_every_combination_has_the_eager_bits_or_is_refused(
+    compiled: str, reentrant: bool | None, microbatches: int, name: str
+) -> None:
     """The scales are updated between the two runs of a region; the second run must use those of the first."""
     module, eager = model(), model()
     call = wrap(module, compiled, reentrant)

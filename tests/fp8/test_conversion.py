@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def mixture() -> nn.Module:
-    """A model of transformers 5, most of whose weights are experts."""
+    """Returns a model of transformers 5, most of whose weights are experts."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=8, num_experts_per_tok=2,
@@ -69,7 +69,7 @@ def test_a_small_share_is_not_announced(rows: int, announced: bool) -> None:
     assert [str(w.message) for w in record] == (expected if announced else [])
 
 
-def test_an_unconverted_subclass_of_linear_is_named() -> None:
+def test_a_warning_names_an_unconverted_subclass_of_linear() -> None:
     with pytest.warns(UserWarning, match=r"left 50% of the weights in high precision \(Special\.weight\)"):
         convert(nn.Sequential(Special(8, 8), nn.Linear(8, 8)))
 
@@ -80,7 +80,7 @@ def test_tied_embeddings_and_converted_layers_are_not_left() -> None:
     assert weights_left(model) == weights_left(convert(model)) == {}
 
 
-def test_lazy_layers_are_named_and_converted_after_a_call() -> None:
+def test_a_warning_names_lazy_layers_which_are_converted_after_a_call() -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
     with pytest.warns(UserWarning, match=r"left 1 nn\.LazyLinear in high precision \('0' first\); run the model once"):
         convert(model)

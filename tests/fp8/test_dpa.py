@@ -101,7 +101,7 @@ def run(module: DotProductAttention, recipe: Recipe = DELAYED, factor: float = 1
     return out
 
 
-def test_delayed_states_of_every_operand_are_kept() -> None:
+def test_every_operand_of_attention_has_a_delayed_state() -> None:
     module = DotProductAttention()
     for _ in range(3):
         run(module)

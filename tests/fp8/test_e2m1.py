@@ -29,7 +29,7 @@ Array = NDArray[np.float32]
 
 
 def nearest(grid: NDArray[np.floating], x: Array) -> NDArray[np.int64]:
-    """The index of the nearest number of the grid, the even one of two that are as near."""
+    """Returns the index of the nearest number of the grid, the even one of two that are as near."""
     distances = np.abs(grid.astype(np.float64)[:, None] - np.abs(x.astype(np.float64)).ravel())
     rank = distances * 1.0
     first = rank.argmin(0)

@@ -36,7 +36,7 @@ def evaluate(module: nn.Module, recipe: Recipe = SHORT) -> Tensor:
 
 
 def averaged(trained: nn.Module) -> nn.Module:
-    """An EMA model that is made before training and gets the parameters afterwards."""
+    """Returns an EMA model that is made before training and gets the parameters afterwards."""
     average = AveragedModel(model())
     average.update_parameters(trained)
     return average
@@ -110,7 +110,7 @@ def test_a_forward_pass_in_high_precision_reads_no_scale() -> None:
 
 
 def test_a_training_step_is_not_an_evaluation() -> None:
-    """Its scales begin with 1, which is right for the first step."""
+    """The scales of the first training step are 1, which is right and causes no warning."""
     train(model())
 
 
@@ -134,7 +134,7 @@ def test_a_compiled_model_is_announced_and_evaluated_as_the_eager_one() -> None:
 
 
 def test_a_warning_raised_as_an_error_does_not_interrupt_the_update() -> None:
-    """For example if a teacher without scales is evaluated while a student trains."""
+    """Example: a teacher without scales is evaluated while a student trains."""
     student, teacher = model(), model()
 
     @autocast(recipe=SHORT)

@@ -134,7 +134,7 @@ def test_torch_autocast_rounds_in_between() -> None:
         assert torch.equal(fused(x), fused.linear(elementwise.rms_norm(x, fused.norm.weight, 1e-6)))  # type: ignore[arg-type]
 
 
-def test_a_frozen_norm_and_recomputation() -> None:
+def test_a_frozen_norm_and_recomputation_work_in_fused_layers() -> None:
     fused = NormLinear(norms()["rms"], Linear(40, 24))
     fused.norm.requires_grad_(False)
     again = copy.deepcopy(fused)

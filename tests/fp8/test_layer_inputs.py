@@ -196,7 +196,7 @@ def test_the_argument_is_called_input_as_in_torch(make: Callable[[], nn.Module])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_an_exported_layer_gives_the_bits_of_the_layer(recipe: Recipe, strict: bool) -> None:
-    """Also if gradients are enabled and the module has no states yet: the graph stages no amaxes."""
+    """Gradients may be enabled, and the module may have no states yet: the graph stages no amaxes."""
     layer = convert(linear())
     with autocast(recipe=recipe):
         expected = copy.deepcopy(layer)(x())

@@ -248,7 +248,7 @@ def test_convert_that_converts_nothing_says_why(model: nn.Module, skip: Any, mes
 
 
 @pytest.mark.parametrize("skip", ["bloc", "blocks", ("blocks.0.*", "head.*")])
-def test_an_entry_of_skip_that_matches_nothing_is_named(skip: Any) -> None:
+def test_a_warning_names_an_entry_of_skip_that_matches_nothing(skip: Any) -> None:
     model = nn.ModuleDict({"blocks": nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))})
     with pytest.warns(UserWarning, match=r"skipped nothing for '(bloc|blocks|head\.\*)', which matches the name of no"):
         convert(model, skip=skip)

@@ -114,7 +114,9 @@ def never(optimizer: Any, backward: Callable[[], None], set_to_none: bool) -> No
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to none", "to zero"])
 @pytest.mark.parametrize("order", [before_backward, after_step, never])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_in_every_order(name: str, order: Callable[..., None], set_to_none: bool) -> None:
+def test_weights_are_current_after_every_optimizer_in_every_order(
+    name: str, order: Callable[..., None], set_to_none: bool
+) -> None:
     for recipe in RECIPES.values():
         model = network()
         optimizer = OPTIMIZERS[name](model.parameters())
@@ -132,7 +134,7 @@ def test_every_optimizer_in_every_order(name: str, order: Callable[..., None], s
 
 
 def closure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> Tensor:
-    """The closure that LBFGS calls several times a step, each time with other weights."""
+    """Returns the closure that LBFGS calls several times a step, each time with other weights."""
     optimizer.zero_grad()
     check_fresh(model, recipe)
     optimizer.zero_grad()
@@ -178,7 +180,7 @@ WRITES = [by_data, by_new_data, by_numpy, in_place, in_inference_mode, by_averag
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_way_to_write_a_weight(name: str, write: Callable[[Tensor], None]) -> None:
-    """While gradients exist, after an evaluation, and between two microbatches without is_first_microbatch."""
+    """Writes while gradients exist, after an evaluation, and between two microbatches without is_first_microbatch."""
     model, recipe = network(), RECIPES[name]
     for _ in range(2):
         loss_of(model, recipe).backward()  # type: ignore[no-untyped-call]
@@ -189,7 +191,7 @@ def test_every_way_to_write_a_weight(name: str, write: Callable[[Tensor], None])
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_averaged_weights_that_are_swapped_in_to_evaluate_and_out_again(name: str) -> None:
+def test_averaged_weights_may_be_swapped_in_to_evaluate_and_out_again(name: str) -> None:
     model, recipe = network(), RECIPES[name]
     average = [torch.full_like(p, 0.01) for p in model.parameters()]
     for _ in range(2):

@@ -233,14 +233,14 @@ def test_callback_table_and_prometheus() -> None:
     assert all(f"# HELP {name} " in text for name, _ in PROMETHEUS_METRICS.values())
 
 
-def test_every_must_be_a_step() -> None:
+def test_a_monitor_refuses_an_interval_below_one_step() -> None:
     with pytest.raises(ValueError, match="every must be at least 1 step, found 0"):
         Monitor(model(), every=0)
 
 
 @pytest.mark.gpu
 def test_states_of_attention_that_has_not_run_are_read_with_states_on_a_gpu() -> None:
-    """As after a restart from a checkpoint: attention has no parameter from which its device could be known."""
+    """This happens after a restart from a checkpoint: attention has no parameter that shows its device."""
     layers = convert(nn.ModuleList([nn.Linear(16, 16, bias=False), DotProductAttention()])).cuda()
     for module, name in zip(layers, ("input", "k"), strict=True):
         assert isinstance(module, Stateful)

@@ -38,7 +38,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def mantissa_and_exponent(value: float) -> tuple[int, int]:
-    """The exponent and mantissa bits of an FP32 number."""
+    """Returns the exponent and mantissa bits of an FP32 number."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     return (bits >> 23) & 255, bits & 0x7FFFFF
 
@@ -52,7 +52,7 @@ def transformer_engine_code(amax: float, maximum: int) -> int:
 
 
 def smallest_power_code(amax: float, maximum: int) -> int:
-    """The meaning of the rule in exact numbers: the smallest 2^(code - 127) >= amax / maximum."""
+    """Returns the meaning of the rule in exact numbers: the smallest 2^(code - 127) >= amax / maximum."""
     ratio = Fraction(amax) / maximum
     return next(code for code in range(255) if Fraction(2) ** (code - 127) >= ratio)
 
@@ -70,14 +70,14 @@ def modelopt_code(amax: float) -> int:
 
 
 def codes_of(amaxes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The codes that the op gives blocks with these amaxes, each beside 31 smaller elements."""
+    """Returns the codes that the op gives blocks with these amaxes, each beside 31 smaller elements."""
     x = torch.zeros(len(amaxes), 32)
     x[:, 7], x[:, 20] = -amaxes, amaxes / 2
     return torch.ops.fp8serve.quantize_mx(x, dtype)[1].view(torch.uint8)[:, 0]
 
 
 def bf16_amaxes() -> Tensor:
-    """Every finite BF16 magnitude."""
+    """Returns every finite BF16 magnitude."""
     return torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
 
 
@@ -154,7 +154,7 @@ def test_zeros_infinities_and_nan() -> None:
 
 
 def test_a_cast_of_cast_data_gives_the_same_values() -> None:
-    """So a run that starts from an MXFP8 directory computes with the values of the directory."""
+    """Therefore a run that starts from an MXFP8 directory computes with the values of the directory."""
     noise = torch.Generator().manual_seed(2)
     x = torch.randn(64, 256, generator=noise) * torch.randn(64, 256, generator=noise).exp()
     values = dequantize(*quantize(x, granularity="block1x32"))
@@ -320,7 +320,7 @@ def test_serving_equals_the_training_forward_bit_for_bit(dtype: torch.dtype) -> 
     assert torch.equal(frozen(x), expected)
 
 
-def test_weights_alone_and_the_gradient_of_a_frozen_layer() -> None:
+def test_a_weight_only_layer_and_the_gradient_of_a_frozen_layer_are_close_to_exact() -> None:
     """The gradient is that of an adapter's base layer: dY in BF16, and W as it is stored."""
     frozen = FrozenLinear.from_linear(nn.Linear(64, 32, bias=False), RECIPES[0])
     weight = dequantize(frozen.weight_q, frozen.weight_scale_inv)

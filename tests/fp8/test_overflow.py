@@ -70,7 +70,7 @@ def test_a_nonfinite_gradient_reaches_every_gradient_of_a_linear(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_of_the_largest_number_is_not_taken_for_infinite(kind: str) -> None:
-    """Such a gradient has scale 1, like one with an infinity."""
+    """A gradient of this size has scale 1, like one with an infinity."""
     for top in (448.0, 57344.0):
         assert all(
             g.isfinite().all()

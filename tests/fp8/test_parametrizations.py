@@ -48,7 +48,7 @@ def layer(bias: bool = True) -> tuple[Linear, list[Tensor], list[Tensor]]:
 
 
 def original(linear: nn.Module, name: str = "weight") -> Tensor:
-    """The parameter under a parametrization."""
+    """Returns the parameter under a parametrization."""
     parameter: Tensor = linear.get_parameter(f"parametrizations.{name}.original")
     return parameter
 

@@ -53,7 +53,7 @@ class Draft:
 
 
 def plain() -> Draft:
-    """A BF16 checkpoint in the usual layout."""
+    """Returns a BF16 checkpoint in the usual layout."""
     torch.manual_seed(0)
     tensors = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
     tensors |= {f"{name}.weight": LINEARS[name.split(".", 3)[3]] for name in NAMES}
@@ -165,7 +165,7 @@ def wrapped() -> Draft:
 
 
 def stacked() -> Draft:
-    """The experts of a layer stacked in one tensor, with block scales, as transformers 5 saves them."""
+    """Returns the experts of a layer stacked in one tensor, with block scales, as transformers 5 saves them."""
     draft, experts = blocks(), 4
     for name in [key for key in draft.tensors if ".mlp." in key]:
         del draft.tensors[name]

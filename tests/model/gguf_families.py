@@ -103,14 +103,14 @@ def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
-    rank, turned, still = config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+    rank, rotary_dim, plain_dim = config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]
     metadata = {
         "attention.head_count_kv": 1,
-        "attention.key_length": rank + turned,
+        "attention.key_length": rank + rotary_dim,
         "attention.value_length": rank,
-        "attention.key_length_mla": still + turned,
+        "attention.key_length_mla": plain_dim + rotary_dim,
         "attention.value_length_mla": config["v_head_dim"],
-        "rope.dimension_count": turned,
+        "rope.dimension_count": rotary_dim,
         "expert_gating_func": 2 if config["model_type"] == "deepseek_v3" else 1,
     }
     if "mscale_all_dim" in config["rope_parameters"]:

@@ -210,7 +210,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """A byte-level BPE like those of GPT-2, Llama 3 and Qwen: 256 bytes, a few merges, BOS added by the
+    """Returns a byte-level BPE like those of GPT-2, Llama 3 and Qwen: 256 bytes, a few merges, BOS added by the
     post-processor."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<s>", "</s>", *alphabet, "th", "the", "Ġthe", "in", "ing"]

@@ -146,7 +146,7 @@ def test_configurations_that_quantize_the_cache_only(plain: Path, calibrated: Pa
             serve(model)
 
 
-def test_a_checkpoint_that_says_it_is_dense(model: Path) -> None:
+def test_a_checkpoint_that_says_it_is_dense_is_served(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())["quantization_config"]
     dense = {"format": "dense", "global_sparsity": 0.0, "sparsity_structure": "0:0", "targets": [], "ignore": []}
     configure(model, quantization_config=config | {"sparsity_config": dense, "transform_config": {}})
@@ -194,7 +194,7 @@ def test_inspect_marks_contradictions(model: Path, capsys: pytest.CaptureFixture
     assert torch.tensor([" 4 times" in line or " 16 times" in line for line in marked]).all()
 
 
-def test_weights_that_are_nan(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_are_nan_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Loading does not read the weights; the NaN logits are refused."""
     (model / "scales.safetensors").unlink()
     edit(model / "model.safetensors", lambda t: t[f"{LINEAR}.weight"].view(torch.uint8).fill_(0x7F))

@@ -235,7 +235,7 @@ def harmony_call(count: int = 1, arguments: dict[str, str] | None = None, **more
 
 
 def test_a_tool_name_repeated_before_the_result_is_not_trained() -> None:
-    """As TRL's template for gpt-oss marks them, but for the generation prompt, which a server writes."""
+    """TRL's template for gpt-oss marks the same spans, except the generation prompt, which a server writes."""
     user, result = {"role": "user", "content": "find"}, {"role": "tool", "content": "find"}
     answer = {"role": "assistant", "content": "no"}
     called, reply = ' to=find<|message|>{"x": "no"}<|call|>', "<|message|>no<|return|>"

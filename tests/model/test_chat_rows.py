@@ -130,7 +130,7 @@ def test_a_call_that_does_not_follow_the_generation_prompt_is_refused(tmp_path: 
         ),
     ],
 )
-def test_messages_that_a_prompt_cannot_hold_are_named(changed: dict[str, Any], message: str | None) -> None:
+def test_the_error_names_the_invalid_part_of_a_message(changed: dict[str, Any], message: str | None) -> None:
     with contextlib.nullcontext() if message is None else pytest.raises(DataError, match=message):
         example(messages=[{"role": "user"} | changed, *CHAT[1:]])
 
@@ -172,7 +172,7 @@ def test_arguments_of_trained_calls_are_a_json_object(arguments: Any, message: s
 
 
 def test_a_malformed_call_may_be_context(tmp_path: Path) -> None:
-    """Such a row trains a model to correct the call."""
+    """A row with a malformed call trains a model to correct the call."""
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "city: Oslo"}}
     row = example(messages=[*CHAT[:2], CHAT[2] | {"tool_calls": [call], "weight": 0}, *CHAT[3:]])
     assert trained_text(tokenizer_of(tmp_path, unmarked(CHATML)), row) == ["It is.<|im_end|>", CALLED_LATER]
@@ -198,7 +198,7 @@ def test_other_keys_of_a_message_reach_the_template(tmp_path: Path) -> None:
         ({"functions": [{"name": "f"}]}, "has `functions`, OpenAI's older format"),
     ],
 )
-def test_tools_that_cannot_be_read_are_named(columns: dict[str, Any], message: str) -> None:
+def test_the_error_names_tools_that_cannot_be_read(columns: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         example(**columns)
 

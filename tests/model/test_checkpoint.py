@@ -96,7 +96,7 @@ def sqnr(reference: torch.Tensor, actual: torch.Tensor) -> float:
     return float(10 * torch.log10(reference.square().sum() / (reference - actual).square().sum()))
 
 
-def test_fprop_in_high_precision_leaves_the_layers_alone(model_dir: ModelDir) -> None:
+def test_fprop_in_high_precision_gives_the_logits_of_bf16(model_dir: ModelDir) -> None:
     recipe = Float8CurrentScaling(override_linear_precision=(True, False, False))
     model = load_servable(model_dir("llama"), recipe)
     torch.testing.assert_close(logits(model), logits(load_servable(model_dir("llama"), "bf16")), rtol=0, atol=0)
@@ -110,7 +110,7 @@ def test_plain_weights_with_scales_serve_like_the_calibrated_directory(model_dir
     torch.testing.assert_close(logits(with_file), expected, rtol=0, atol=0)
 
 
-def test_stored_input_scales_alone_give_the_same_model(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_the_scales_of_the_format_give_the_same_model_as_the_scales_file(model_dir: ModelDir, tmp_path: Path) -> None:
     """Without scales.safetensors, scales come from the tensors of the format and differ at most by the rounding of
     1/x."""
     write_calibrated(tmp_path / "fp8", model_dir("llama"), state_for(model_dir("llama")))
@@ -259,7 +259,7 @@ def test_transformers_block_checkpoint_is_read(tmp_path: Path) -> None:
 
 
 def block_quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As DeepSeek publishes: scale = amax / 448 of each zero-padded 128 x 128 block."""
+    """Quantizes as DeepSeek does: scale = amax / 448 of each zero-padded 128 x 128 block."""
     rows, cols = weight.shape
     padded = nn.functional.pad(weight, (0, -cols % 128, 0, -rows % 128))
     blocks = padded.view(padded.shape[0] // 128, 128, padded.shape[1] // 128, 128)
@@ -275,6 +275,6 @@ def test_missing_directory_and_not_a_model(tmp_path: Path) -> None:
         load_servable(tmp_path)
 
 
-def test_transformers_default_dtype_is_kept_in_mind(model_dir: ModelDir) -> None:
+def test_transformers_writes_the_dtype_into_config_json(model_dir: ModelDir) -> None:
     raw = json.loads((model_dir("llama") / "config.json").read_text())
     assert raw.get("dtype") == "bfloat16", f"transformers {transformers.__version__} no longer writes `dtype`"

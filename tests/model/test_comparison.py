@@ -100,7 +100,7 @@ def test_slices_add_up(source: Path, fp8: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", ["rowwise", "block"])
-def test_scales_by_rows_and_blocks(name: str, source: Path, fp8: Path, tmp_path: Path) -> None:
+def test_scales_by_rows_and_blocks_are_compared(name: str, source: Path, fp8: Path, tmp_path: Path) -> None:
     for folder in ("a", "b"):
         write_calibrated(tmp_path / folder, source, ScalingCheckpoint(from_name(name), {}))
     comparison = compare(tmp_path / "a", tmp_path / "b")

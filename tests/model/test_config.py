@@ -49,15 +49,15 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     if ours.latent is not None:
         assert ours.latent == latent(theirs)
         del names["num_kv_heads"], names["head_dim"]
-    for mine, his in (names | dict(zip(same, same, strict=True))).items():
-        expected = getattr(theirs, his, None)
-        assert getattr(ours, mine) == (128 if (his, expected) == ("head_dim", None) else expected), mine
+    for name, their_name in (names | dict(zip(same, same, strict=True))).items():
+        expected = getattr(theirs, their_name, None)
+        assert getattr(ours, name) == (128 if (their_name, expected) == ("head_dim", None) else expected), name
     assert smallest_window(ours) == window_of(theirs)
     assert {rope.theta for rope in ours.layer_ropes if rope} == thetas(theirs)
     eos = theirs.eos_token_id
     assert ours.eos_token_ids == (tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
-    turned = {rope.get("partial_rotary_factor", 1.0) for rope in ropes(theirs)}
-    assert ours.latent or {(ours.rotary_dim or ours.head_dim) / ours.head_dim} == turned
+    rotary_fractions = {rope.get("partial_rotary_factor", 1.0) for rope in ropes(theirs)}
+    assert ours.latent or {(ours.rotary_dim or ours.head_dim) / ours.head_dim} == rotary_fractions
 
 
 def window_of(theirs: Any) -> int | None:
@@ -144,7 +144,7 @@ def test_the_published_table_has_fifty_models_and_covers_every_family() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_key_that_transformers_code_reads_is_ignored(family: str) -> None:
-    """Every key that changes results occurs in transformers' modeling files; the exceptions matter only in training."""
+    """Reads the keys from transformers' modeling files. Only keys that matter in training may be ignored."""
     module = family.removesuffix("_text")
     source = Path(transformers.__path__[0], "models", module, f"modeling_{module}.py").read_text()
     keys = set(re.findall(r"config\.([a-z]\w*)", source)) | set(re.findall(r'config, "([a-z]\w*)"', source))
@@ -357,7 +357,7 @@ def test_generation_config_is_read_from_the_directory(tmp_path: Path) -> None:
     assert read_config(tmp_path).eos_token_ids == (4, 5)
 
 
-def test_a_directory_with_mistrals_own_format_is_named(tmp_path: Path) -> None:
+def test_the_error_recognizes_mistrals_own_format(tmp_path: Path) -> None:
     (tmp_path / "params.json").write_text('{"dim": 64, "n_layers": 2}')
     with pytest.raises(ModelError, match=r"no config\.json; params\.json .* are Mistral's own layout, so download"):
         read_config(tmp_path)

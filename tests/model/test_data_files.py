@@ -35,7 +35,7 @@ ZIPPED = gzip.compress(LINES, mtime=0)
 
 
 @pytest.mark.parametrize("content", [LINES, ZIPPED[:-12], ZIPPED[:20] + b"xx" + ZIPPED[22:], b"\x1f"])
-def test_a_damaged_gzip_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_gzip_file_is_refused_in_one_sentence(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.gz").write_bytes(content)
     with pytest.raises(DataError, match=r"d\.jsonl\.gz is not a complete gzip file: "):
         list(read_examples([tmp_path / "d.jsonl.gz"]))
@@ -134,7 +134,7 @@ def test_bytes_that_are_no_utf8_are_refused(name: str, content: bytes, message: 
         list(read_examples([tmp_path / name]))
 
 
-def test_a_text_of_one_line_of_ten_megabytes(tmp_path: Path) -> None:
+def test_a_text_of_one_line_of_ten_megabytes_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"word " * (2 << 20))
     assert texts(tmp_path / "a.txt") == ["word " * (2 << 20)]
 
@@ -165,7 +165,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return Hub(tmp_path / "hub", monkeypatch)
 
 
-def test_a_file_of_a_data_set_on_the_hub(hub: Hub) -> None:
+def test_a_file_of_a_data_set_on_the_hub_is_read(hub: Hub) -> None:
     assert texts("hf://datasets/org/my.set@v1/train.jsonl") == ["one", "two"]
     assert texts("hf://datasets/org/my.set") == ["one", "two"]  # the only file of the data set
     assert hub.downloads == [
@@ -184,7 +184,7 @@ def test_a_data_set_with_several_files_needs_a_file_name(hub: Hub) -> None:
         list(read_examples(["hf://datasets/org/set"]))
 
 
-def test_an_error_of_the_hub_is_one_sentence(hub: Hub) -> None:
+def test_an_error_of_the_hub_is_reported_in_one_sentence(hub: Hub) -> None:
     with pytest.raises(DataError) as refused:
         list(read_examples(["hf://datasets/org/set/none.txt"]))
     message = "hf://datasets/org/set/none.txt could not be downloaded from the hub: 404 Client Error."
@@ -204,7 +204,7 @@ def test_a_path_is_never_a_name_on_the_hub_or_standard_input(hub: Hub) -> None:
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".txt"])
 @pytest.mark.parametrize("blank", [b"\n", b"\r\n"])
 def test_blank_lines_count_towards_the_row_limit(suffix: str, blank: bytes, tmp_path: Path) -> None:
-    """Otherwise hundreds of millions of blank lines would be read."""
+    """If they did not, hundreds of millions of blank lines would be read."""
     path = tmp_path / f"d{suffix}"
     row = {".csv": b"text\n", ".tsv": b"text\n"}.get(suffix, ROW)
     path.write_bytes(row + blank * 1001 + row)

@@ -19,8 +19,8 @@ from fp8serve.model.network import fusion, norms
 from fp8serve.model.network.decoder import Decoder
 from tests.model.oracle import MODELS, MSCALES, all_logits, make_model
 
-# OLMo and Cohere turn queries and keys in FP32, Ministral 3 scales queries after that; where pairs are neighbours or
-# only a part of a head is turned, a product of a query and a key is summed in another order. DeepSeek's
+# OLMo and Cohere rotate queries and keys in FP32, Ministral 3 scales queries after that; where pairs are neighbours or
+# only a part of a head is rotated, a product of a query and a key is summed in another order. DeepSeek's product
 # is summed over latent vectors.
 ROUNDED = ("olmo", "cohere", "ministral3", "glm", "stablelm", "phi3-long", "deepseek")
 IDS = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1)).tolist()

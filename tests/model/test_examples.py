@@ -101,7 +101,7 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
         ({"messages": [CHAT[1] | {"weight": 0.5}]}, "`weight` must be 0 or 1, not 0.5"),
     ],
 )
-def test_broken_lines_are_named(row: Any, message: str, tmp_path: Path) -> None:
+def test_the_error_names_the_broken_line(row: Any, message: str, tmp_path: Path) -> None:
     path = lines(tmp_path / "d.jsonl", {"text": "fine"}, row)
     with pytest.raises(DataError, match=message) as caught:
         list(read_examples([path]))
@@ -131,7 +131,7 @@ def test_a_prompt_beside_messages_is_a_note(tmp_path: Path) -> None:
         ("a.txt", b"ab\xff", "not UTF-8 text: byte 2"),
     ],
 )
-def test_unusable_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_unusable_files_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         list(read_examples([tmp_path / name]))

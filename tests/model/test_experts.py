@@ -184,7 +184,7 @@ def test_scales_of_stacked_fp8_experts(size: int, fits: bool, tmp_path: Path) ->
 
 
 def test_static_scales_of_stacked_experts(tmp_path: Path) -> None:
-    """As in transformers, each expert has one input scale, and one weight scale each for gate and up."""
+    """Each expert has one input scale and two weight scales, for gate and up, as in transformers."""
     make_model("qwen3-moe", tmp_path)
     tensors = stacked(load_file(tmp_path / "model.safetensors"), "qwen3-moe")
     for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -215,7 +215,7 @@ def test_a_converted_mixture_of_transformers_is_not_exported(tmp_path: Path) -> 
         export(theirs, tmp_path / "out", recipe=None)
 
 
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_missing_expert(tmp_path: Path) -> None:
     make_model("qwen3-moe", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.6.up_proj.weight"]

@@ -83,7 +83,9 @@ def test_stored_directory_serves_what_the_recipe_gives_on_the_fly(
     torch.testing.assert_close(actual, fly, rtol=0, atol=0)
 
 
-def test_scales_dequantize_in_files_and_quantize_in_ours(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_the_format_stores_the_inverse_of_a_scale_and_the_scales_file_the_scale(
+    model_dir: ModelDir, tmp_path: Path
+) -> None:
     state = state_for(model_dir("llama"))
     write_calibrated(tmp_path / "out", model_dir("llama"), state)
     tensors = load_file(tmp_path / "out" / "model.safetensors")

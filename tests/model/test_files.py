@@ -58,7 +58,7 @@ def test_a_directory_filled_in_the_meantime_is_left_unchanged(tmp_path: Path) ->
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
-def test_file_in_the_way(tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
     with pytest.raises(ModelError, match="exists and is not a directory"), atomic_directory(tmp_path / "out"):
         pass
@@ -66,7 +66,7 @@ def test_file_in_the_way(tmp_path: Path) -> None:
         pass
 
 
-def test_disk_errors_are_one_sentence(tmp_path: Path) -> None:
+def test_disk_errors_are_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="No space left"), atomic_directory(tmp_path / "out"):
         raise OSError(28, "No space left on device")
 

@@ -49,7 +49,7 @@ def test_a_nonfinite_value_is_found_at_any_position(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "content", [b"", b"short", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]", (2).to_bytes(8, "little") + b"{x"]
 )
-def test_a_broken_file_is_told(content: bytes, tmp_path: Path) -> None:
+def test_a_broken_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"is not a complete safetensors file|has a header that is not"):
         headers.require_finite(tmp_path)

@@ -122,7 +122,7 @@ def test_conversions_that_would_round_are_refused(base: Base, format_: str, mess
     assert not (tmp_path / "out").exists()
 
 
-def test_histories_are_kept(tmp_path: Path) -> None:
+def test_conversion_keeps_amax_histories(tmp_path: Path) -> None:
     source = drafts.plain().write(tmp_path / "source")
     write_calibrated(tmp_path / "fp8", source, state_for(source, "delayed"))
     convert_format(tmp_path / "fp8", tmp_path / "out", "modelopt")

@@ -144,7 +144,7 @@ def test_transformers_reads_what_is_written(names: tuple[str, ...], tmp_path: Pa
     theirs(torch.tensor([IDS]))
 
 
-def test_an_embedding_alone_in_fp8_is_served_in_high_precision(tmp_path: Path) -> None:
+def test_a_model_with_only_its_embedding_in_fp8_is_served_in_high_precision(tmp_path: Path) -> None:
     draft = drafts.plain()
     draft.config["quantization_config"] = quantization("fp8-dynamic")
     folder = with_fp8(lambda: draft, "row", "weight_scale", EMBEDDING).write(tmp_path / "m")

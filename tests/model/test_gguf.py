@@ -176,7 +176,7 @@ DAMAGES = ["empty", "magic", "version", "big-endian", "tensor count", "key count
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_file_is_one_sentence(how: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_refused_in_one_sentence(how: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged(file, how)
     refused(file, capsys)
 

@@ -188,7 +188,7 @@ def test_wrong_values_of_every_key_of_quantization_config(form: str, damaged_cop
 
 
 @pytest.mark.parametrize("target", [5, "Linear", ["re:("], ["re:^(?!x)y"], [CATASTROPHE], [5]])
-def test_targets_that_name_no_layers(target: Any, damaged_copy: Callable[[str], Path]) -> None:
+def test_targets_that_name_no_layers_are_refused(target: Any, damaged_copy: Callable[[str], Path]) -> None:
     directory = damaged_copy("compressed-tensors")
     document = read_json(directory / "config.json")
     document["quantization_config"]["config_groups"]["group_0"]["targets"] = target
@@ -321,7 +321,7 @@ def test_special_files_as_data(make: Callable[[Path], None], suffix: str, tmp_pa
 
 
 @pytest.mark.smoke
-def test_data_rows_of_wrong_types(tmp_path: Path) -> None:
+def test_data_rows_of_wrong_types_are_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     message = {"role": "assistant", "content": "Yes", "weight": 1}
     rows = [{"text": "a"}, {"prompt": "a", "completion": "b"}, {"messages": [message]}]

@@ -119,7 +119,7 @@ def test_a_model_in_high_precision_has_no_scales(model_dir: ModelDir) -> None:
     assert inspect(model_dir("llama"))["scales"] == []
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_inspect_refuses_a_directory_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="There is no"):
         inspect(tmp_path / "none")
     with pytest.raises(ModelError, match=r"neither config\.json nor"):

@@ -61,7 +61,7 @@ def test_a_good_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", IN_FP8)
-def test_an_embedding_or_a_head_in_fp8(name: str, tmp_path: Path) -> None:
+def test_an_embedding_or_a_head_in_fp8_can_be_served(name: str, tmp_path: Path) -> None:
     assert agrees(IN_FP8[name][0]().write(tmp_path / "m"))
 
 
@@ -111,7 +111,9 @@ UNLOADABLE: dict[str, tuple[Base, Callable[[Draft], Any]]] = {
 
 
 @pytest.mark.parametrize("name", UNLOADABLE)
-def test_unloadable_checkpoints(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_that_unloadable_checkpoints_cannot_be_served(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base, change = UNLOADABLE[name]
     draft = base()
     change(draft)
@@ -191,7 +193,7 @@ def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("vocabulary")
 @pytest.mark.parametrize("name", USABLE)
-def test_usable_cache_scales(name: str, tmp_path: Path) -> None:
+def test_usable_cache_scales_are_served(name: str, tmp_path: Path) -> None:
     folder = with_cache(USABLE[name], tmp_path / "m")
     assert main(["inspect", str(folder)]) == 0
     assert main(["verify", str(folder)]) == (1 if name == "none" else 0)  # the configuration declares cache scales
@@ -201,7 +203,7 @@ def test_usable_cache_scales(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("vocabulary")
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_cache_scales_that_cannot_be_used_are_named_by_every_command(
+def test_every_command_names_cache_scales_that_cannot_be_used(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = with_cache(UNUSABLE[name], tmp_path / "m")

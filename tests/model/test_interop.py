@@ -309,7 +309,7 @@ def test_groups_claim_layers_by_class_pattern_and_name() -> None:
         result.require_scheme("model.layers.0.self_attn.q_proj")
 
 
-def test_classify_leaves_parameters_alone() -> None:
+def test_parse_scale_key_returns_none_for_parameters() -> None:
     assert parse_scale_key("model.layers.0.mlp.up_proj.weight") is None
     assert parse_scale_key("model.norm.weight") is None
     assert parse_scale_key(f"{LINEAR}.weight_scale") == ScaleKey(LINEAR, "weight")

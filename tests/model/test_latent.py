@@ -91,8 +91,11 @@ def test_official_fp8_blocks_are_read_and_kv_b_proj_is_dequantized(tmp_path: Pat
 
 def test_multi_token_prediction_layers_are_omitted_and_named(tmp_path: Path) -> None:
     make_model("deepseek-v3", tmp_path)
-    behind = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128), "model.layers.3.enorm.weight": torch.zeros(64)}
-    rewrite(tmp_path, behind, num_nextn_predict_layers=1)
+    prediction_layer = {
+        "model.layers.3.eh_proj.weight": torch.zeros(64, 128),
+        "model.layers.3.enorm.weight": torch.zeros(64),
+    }
+    rewrite(tmp_path, prediction_layer, num_nextn_predict_layers=1)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.omitted_modules == ("model.layers.3",)
     assert not any(name.startswith("model.layers.3.") for name in checkpoint)

@@ -82,7 +82,7 @@ def test_messages_that_are_not_json_are_refused() -> None:
     assert limited.render(CHAT[2:3]) == "<user>and</s>\n"
 
 
-def test_the_row_whose_conversation_exceeds_a_limit_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_row_whose_conversation_exceeds_a_limit(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=EXCEEDS_MEMORY_FOR_BAD_MESSAGES)
     rows = [ChatExample(tuple(CHAT[2:]), f"d:{i}") for i in range(9)]
     rows[5] = ChatExample(({"role": "user", "content": "bad"}, CHAT[3]), "d:5")

@@ -53,7 +53,7 @@ def test_released_pages_leave_memory_and_can_be_read_again(tmp_path: Path) -> No
     assert torch.equal(whole.view(torch.int32), values)
 
 
-def test_neighbours_on_the_same_page_stay(tmp_path: Path) -> None:
+def test_data_beside_the_released_pages_are_not_lost(tmp_path: Path) -> None:
     """Only whole pages are released, so that neighbouring data are not lost."""
     write(tmp_path / "file")
     whole = map_file(tmp_path / "file")
@@ -63,7 +63,7 @@ def test_neighbours_on_the_same_page_stay(tmp_path: Path) -> None:
     assert whole[50_000] == 2
 
 
-def test_other_tensors_are_left_alone() -> None:
+def test_release_pages_does_not_change_other_tensors() -> None:
     tensor = torch.arange(100_000)
     release_pages(tensor)
     assert torch.equal(tensor, torch.arange(100_000))

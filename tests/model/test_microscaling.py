@@ -43,7 +43,7 @@ def exponents(weight: Tensor, largest: float) -> Tensor:
 
 
 def quantized(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes or packed nibbles, exponents, what they stand for): written independently of the product."""
+    """Returns (codes or packed nibbles, exponents, what they stand for): written independently of the product."""
     scales = exponents(weight, 448 if bits == 8 else 6)
     powers = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
     if bits == 8:

@@ -162,7 +162,7 @@ def test_decoding_takes_a_bounded_part_of_memory(tmp_path: Path) -> None:
         assert message in result.stdout
 
 
-def test_an_invalid_parquet_file_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_parquet_file_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", "PAR1")
     with pytest.raises(DataError, match=r"a\.parquet is not a Parquet file that can be read"):
         list(read_examples([path]))
@@ -179,7 +179,7 @@ def test_an_invalid_parquet_file_is_one_sentence(tmp_path: Path, monkeypatch: py
         list(read_examples([path]))
 
 
-def test_a_name_of_a_column_that_is_not_utf8_is_one_sentence(tmp_path: Path) -> None:
+def test_a_column_name_that_is_not_utf8_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", text=["a"], other=["b"])
     path.write_bytes(path.read_bytes().replace(b"other", b"\xee\xeeher"))
     with pytest.raises(DataError, match="is not a Parquet file that can be read"):

@@ -55,7 +55,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_file_is_one_sentence(case: str, tmp_path: Path) -> None:
+def test_a_malformed_file_is_refused_in_one_sentence(case: str, tmp_path: Path) -> None:
     (tmp_path / SAFE_WEIGHTS).write_bytes(MALFORMED[case])
     with pytest.raises(ModelError) as caught:
         open_shards(tmp_path)
@@ -157,7 +157,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         open_shards(tmp_path)
 
 
-def test_pickled_weights_are_named_and_not_read(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_by_name_and_not_read(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(ModelError, match=r"pytorch_model\.bin is a pickle, which is never read"):
         open_shards(tmp_path)
@@ -172,7 +172,7 @@ def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
             open_shards(tmp_path)
 
 
-def test_writing_to_a_mapped_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
+def test_writing_to_a_mapped_tensor_does_not_change_the_file(tmp_path: Path) -> None:
     save_file({"a": torch.ones(4)}, tmp_path / SAFE_WEIGHTS)
     open_shards(tmp_path)["a"].zero_()
     assert open_shards(tmp_path)["a"].tolist() == [1, 1, 1, 1]

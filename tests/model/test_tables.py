@@ -74,7 +74,7 @@ def test_csv_cells_hold_lines_quotes_and_chats(tmp_path: Path) -> None:
         ("a.csv", b"text\nvoil\xe0\n", "not UTF-8 text"),
     ],
 )
-def test_what_is_wrong_is_named(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
+def test_the_error_says_what_is_wrong_and_where(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         list(read_examples([write(tmp_path / name, content)]))
 

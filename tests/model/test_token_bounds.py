@@ -16,7 +16,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def byte_level(normalizer: object = None, without: str = "", use_regex: bool = True) -> tokenizers.Tokenizer:
-    """A byte-level BPE with a few merges, like those of GPT-2, Llama 3 and Qwen."""
+    """Returns a byte-level BPE with a few merges, like those of GPT-2, Llama 3 and Qwen."""
     symbols = [symbol for symbol in ALPHABET if symbol not in without]
     pairs = [(a, b) for a, b in [("a", "b"), ("ab", "ab"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ"), ("e", "Ì")] if a[0] in symbols]
     vocab = {symbol: i for i, symbol in enumerate([*symbols, *("".join(pair) for pair in pairs)])}
@@ -29,7 +29,7 @@ def byte_level(normalizer: object = None, without: str = "", use_regex: bool = T
 
 
 def sentencepiece(unknown: bool = False) -> tokenizers.Tokenizer:
-    """A BPE of characters with byte fallback, like those of Llama 2 and Mistral."""
+    """Returns a BPE of characters with byte fallback, like those of Llama 2 and Mistral."""
     tokens = ["<unk>", *([] if unknown else BYTE_TOKENS), "▁", "a", "b", "ab", "▁▁"]
     vocab = {token: i for i, token in enumerate(tokens)}
     model = models.BPE(

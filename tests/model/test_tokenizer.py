@@ -183,7 +183,7 @@ def test_stream_adds_up_to_decode_on_any_ids(kind: str, skip: bool, data: st.Dat
 
 
 def test_a_surrogate_is_invalid_at_its_second_byte() -> None:
-    """As the library decodes it; Python's incremental decoder waits for the third byte."""
+    """The library decodes it so; Python's incremental decoder waits for the third byte."""
     subject = STREAMED["byte-level"]
     bytes_of = {subject.token_bytes(i): i for i in range(subject.vocab_size)}
     ids = [bytes_of[byte] for byte in (b"\xed", b"\xa1", b"\x80", b"a")]
@@ -267,7 +267,7 @@ def test_a_front_process_tokenizes_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_tokenizer_in_another_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_tokenizer_file_that_is_not_supported(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
     with pytest.raises(ModelError, match=r"no tokenizer\.json, and tekken\.json is not supported; save"):
         Tokenizer.from_dir(tmp_path)

@@ -44,7 +44,7 @@ def test_a_template_with_tools_gets_them_unchanged() -> None:
     assert template.render(TALK[:1], variables={"tools": None}) == "null<user>Time?"
 
 
-def test_training_rows_are_rendered_by_the_template_alone() -> None:
+def test_training_rows_are_rendered_without_a_description_of_tools() -> None:
     assert ChatTemplate(PLAIN, {}).render(TALK).endswith("<assistant><tool>12:00<tool>12:01")
 
 

@@ -97,7 +97,7 @@ def as_state(data: bytes) -> torch.Tensor:
 
 
 def payload(gemms: int = 1, recipe: Any = None, **changes: Any) -> dict[str, Any]:
-    """The state of a module of `gemms` GEMMs; all numbers are different."""
+    """Returns the state of a module of `gemms` GEMMs; all numbers are different."""
     forward, backward = 3 * gemms, 2 * gemms
     value = {
         "recipe": recipe or FakeDelayedScaling(margin=1, amax_history_len=N),
@@ -115,7 +115,7 @@ def pickled(**options: Any) -> torch.Tensor:
 
 
 def state_of_version_1(**options: Any) -> torch.Tensor:
-    """As 1.x wrote it: a file of torch.save, without a recipe."""
+    """Returns a state as 1.x wrote it: a file of torch.save, without a recipe."""
     stream = io.BytesIO()
     torch.save(payload(**{"recipe": ..., **options}), stream)
     return as_state(stream.getvalue())
@@ -174,7 +174,7 @@ def test_an_override_of_an_older_version() -> None:
 
 
 def test_a_format_pickled_by_name() -> None:
-    """As some releases of Python 3.11 wrote enumerations: getattr(Format, "E4M3"), which is never called here."""
+    """Some releases of Python 3.11 wrote enumerations so: getattr(Format, "E4M3"), which is never called here."""
 
     class ByName:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -213,7 +213,7 @@ def _global(module: str, name: str) -> bytes:
 
 
 def _doubling(levels: int) -> bytes:
-    """A list of two lists of two lists ...: 2^levels leaves in a few bytes."""
+    """Returns a list of two lists of two lists ...: 2^levels leaves in a few bytes."""
     return b"]\x94" + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x94" for i in range(levels))
 
 
@@ -226,7 +226,7 @@ def _bomb_zip() -> bytes:
 
 
 def _liar_zip(count: int) -> bytes:
-    """A torch.save file whose pickle announces `count` elements; 16 are there."""
+    """Returns a torch.save file whose pickle announces `count` elements; 16 are there."""
     stream, out = io.BytesIO(), io.BytesIO()
     torch.save(payload(recipe=...), stream)
     with zipfile.ZipFile(stream) as source, zipfile.ZipFile(out, "w") as target:
@@ -253,7 +253,7 @@ def _harmless_storage() -> Any:
 
 
 def _stored(replace: Callable[[bytes], bytes]) -> bytes:
-    """A payload whose inner storage bytes were changed."""
+    """Returns a payload whose inner storage bytes were changed."""
     inner = _harmless_storage().__reduce__()[1][0]
     return _with_storage(Harm(torch.storage._load_from_bytes, replace(inner)))
 
@@ -535,7 +535,7 @@ _PROJECTIONS = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p 
 
 
 def _mutated(data: bytes, chance: random.Random) -> bytes:
-    """A few bytes changed, removed or repeated."""
+    """Returns a few bytes changed, removed or repeated."""
     changed = bytearray(data)
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(changed))

@@ -188,7 +188,7 @@ def test_a_mixture_with_few_active_experts_equals_its_class_in_fp32(tmp_path: Pa
     assert float((actual - expected).norm() / expected.norm()) < 8 * torch.finfo(torch.float32).eps
 
 
-def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8serve.model.config.decoder.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"'helium' is not supported; .*pip install 'fp8serve\[transformers\]'"):
         parse("helium")
@@ -240,7 +240,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(name: str, recipe: str, tmp
     assert [completion.logprobs for completion in together] == [completion.logprobs for completion in alone]
 
 
-def test_it_is_said_who_computes(
+def test_every_command_says_whether_transformers_computes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make("helium", tmp_path)

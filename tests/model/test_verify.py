@@ -316,7 +316,7 @@ POISONS: dict[str, tuple[Callable[[], Draft], Poison, tuple[str, str]]] = {
     "a scale of the wrong shape": (
         drafts.rows, put(f"{UP}.weight_scale", torch.full((drafts.INNER - 1, 1), 1e-4)),
         ("shape", f"{UP}.weight_scale")),
-    "blocks turned around": (
+    "blocks transposed": (
         drafts.blocks, lambda d: put(f"{UP}.weight_scale_inv", d.tensors[f"{UP}.weight_scale_inv"].t().contiguous())(d),
         ("shape", f"{UP}.weight_scale_inv")),
     "an input scale for each channel": (
@@ -451,7 +451,7 @@ def test_the_corpus_is_as_large_as_promised() -> None:
     assert len(set(CHECKS)) == len(CHECKS)
 
 
-def test_a_single_file_and_a_shard_are_read_alone(tmp_path: Path) -> None:
+def test_verify_checks_a_single_file_or_shard(tmp_path: Path) -> None:
     whole, parts = drafts.static().write(tmp_path / "whole"), drafts.sharded().write(tmp_path / "parts")
     assert verify(whole / "model.safetensors") == []
     shard = verify(parts / "model-00001-of-00003.safetensors")
@@ -497,7 +497,7 @@ def test_the_exit_status_tells_good_checkpoints_from_bad(tmp_path: Path, capsys:
     assert report["findings"][0]["tensor"] == f"{UP}.input_scale"
 
 
-def test_warnings_alone_do_not_change_the_exit_status(tmp_path: Path) -> None:
+def test_warnings_do_not_change_the_exit_status(tmp_path: Path) -> None:
     draft = drafts.static()
     each(".input_scale", torch.ones_like)(draft)
     assert main(["verify", str(draft.write(tmp_path / "m"))]) == 0

@@ -64,7 +64,7 @@ def make(kind: str, out: Path, tied: bool | None = None, **save: Any) -> Any:
 
 
 def spelled(new: str) -> Callable[[str], str]:
-    """From transformers 4's keys to 5's."""
+    """Returns a function that renames a key of transformers 4 to that of transformers 5."""
 
     def rename(key: str) -> str:
         if key.startswith("language_model.model."):
@@ -96,7 +96,7 @@ def test_logits_equal_those_of_the_whole_model_on_text(kind: str, tied: bool, sp
     assert open_checkpoint(tmp_path).omitted_modules == ("multi_modal_projector", "vision_tower")
 
 
-def test_omitted_parts_are_named(tmp_path: Path) -> None:
+def test_inspect_names_the_omitted_parts(tmp_path: Path) -> None:
     make("mistral", tmp_path)
     assert inspect(tmp_path)["notes"] == [
         f"Only the language model in {tmp_path} is used; multi_modal_projector and vision_tower are left out."
@@ -197,7 +197,7 @@ def test_multimodal_models_of_other_architectures_are_refused(
         open_checkpoint(tmp_path)
 
 
-def test_wrong_values_of_every_key_are_one_sentence(tmp_path: Path) -> None:
+def test_wrong_values_of_every_key_are_reported_in_one_sentence(tmp_path: Path) -> None:
     make("ministral3", tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     keys = {key: raw[key] for key in ("architectures", "model_type", "text_config", "dtype")}

@@ -10,19 +10,16 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector(ThreadingHTTPServer):
-    """status: of its answers; spans are stored if it is 200. silent: no answer until `released` is set. spans: as
-    protobuf messages."""
-
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.spans: list[Any] = []
+        self.spans: list[Any] = []  # protobuf messages
         self.resource: dict[str, str] = {}
         self.requests: list[tuple[str, dict[str, str]]] = []  # path, headers
-        self.status = 200
-        self.silent = False
+        self.status = 200  # of all answers; spans are stored only if it is 200
+        self.silent = False  # whether requests wait until `released` is set
         self.released = threading.Event()
 
     def take(self, body: bytes) -> None:
@@ -68,5 +65,5 @@ def collector() -> Iterator[Collector]:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    """The attributes of a protobuf span."""
+    """Returns the attributes of a protobuf span."""
     return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}

@@ -34,7 +34,7 @@ TEMPLATE = (
 
 
 def byte_backend() -> tokenizers.Tokenizer:
-    """A tokenizer with one token for each byte (0-255), and an end-of-text token."""
+    """Returns a tokenizer with one token for each byte (0-255), and an end-of-text token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -247,21 +247,21 @@ class FakeEngine:
 
 
 def embedding_engine() -> FakeEngine:
-    """A fake engine of an embedding model: it returns vectors of two numbers and generates no text."""
+    """Returns a fake engine of an embedding model: it returns vectors of two numbers and generates no text."""
     engine = FakeEngine()
     engine.limits = replace(engine.limits, task="embed")
     return engine
 
 
 def rolling_engine() -> FakeEngine:
-    """A fake engine whose scales follow the traffic, so that they can be saved."""
+    """Returns a fake engine whose scales follow the traffic, so that they can be saved."""
     engine = FakeEngine()
     engine.rolls = True
     return engine
 
 
 def classifying_engine() -> FakeEngine:
-    """A fake engine of a classifier: it returns scores of two labels and generates no text."""
+    """Returns a fake engine of a classifier: it returns scores of two labels and generates no text."""
     engine = FakeEngine()
     engine.limits = replace(engine.limits, task="classify")
     engine.info["labels"] = ["good", "bad"]

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 STEPS = 6
-ORPHANED = 600.0  # seconds: nobody holds a job as long as this
+ORPHANED = 600.0  # seconds; no test keeps a job this long
 
 
 def main(directory: Path) -> int:

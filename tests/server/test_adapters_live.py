@@ -1,4 +1,4 @@
-"""Real adapters in a real server, of the command line, of a route and of a job, asked at once by OpenAI's client."""
+"""A real server with adapters of the command line, a route and a job; OpenAI's client uses all of them at once."""
 
 import concurrent.futures
 import os
@@ -115,7 +115,7 @@ def test_three_adapters_and_none_answer_at_once_as_each_does_alone(server: Proce
 
 
 def children(pid: int) -> list[int]:
-    """The engine's processes."""
+    """Returns the engine's processes."""
     pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -72,7 +72,7 @@ def test_answers_are_the_same_with_drafts_and_drafts_are_counted(home: Path, pla
 
 
 def refusal(home: Path, draft: Path) -> str:
-    """The standard error of a server that is started with a draft model that it refuses."""
+    """Returns the standard error of a server that refuses its draft model."""
     arguments = ["--recipe", "rowwise", "--port", "0", "--data-dir", str(home / "refused"), "--draft-model", str(draft)]
     command = [sys.executable, "-m", "fp8serve.cli", "serve", str(home / "model"), *arguments]
     process = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, check=False)

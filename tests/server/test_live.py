@@ -205,7 +205,7 @@ def test_a_dry_run_names_bad_lines(server: Process) -> None:
 
 
 def engine_pid(server: Process) -> int:
-    """The engine process: the child of the front that runs the engine's worker."""
+    """Returns the id of the engine process: the child of the front that runs the engine's worker."""
     children = Path(f"/proc/{server.popen.pid}/task/{server.popen.pid}/children").read_text().split()
     engines = [int(p) for p in children if b"fp8serve.engine.worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
     return max(engines)  # one that was replaced may still be closing

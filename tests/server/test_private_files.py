@@ -16,14 +16,14 @@ ROWS = {"data": [{"text": "a secret row"}], "seq_len": 64}
 
 
 def modes(folder: Path) -> dict[str, str]:
-    """The modes of all files and folders below `folder`, by path."""
+    """Returns the modes of all files and folders below `folder`, by path."""
     return {
         str(path.relative_to(folder)): oct(stat.S_IMODE(path.lstat().st_mode)) for path in sorted(folder.rglob("*"))
     }
 
 
 def used(path: Path, data: Path, **more: Any) -> dict[str, str]:
-    """The modes in the data directory of a server that has a job and a file, while it runs."""
+    """Returns the modes in the data directory of a server that has a job and a file, while it runs."""
     options = {"model": str(model_dir(path / "tiny")), "data_dir": str(data), "fake": True, "train_on": "share"}
     with serving(path / "log", **options | more) as process:
         assert process.client.post("/finetune", json=ROWS).status_code == 202

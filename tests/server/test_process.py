@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 def raw(port: int, data: bytes) -> bytes:
-    """The beginning of the response; empty if the server closes the connection without one."""
+    """Returns the beginning of the response; empty if the server closes the connection without one."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as connection:
         connection.sendall(data)
         return connection.recv(65536)
@@ -277,7 +277,7 @@ def engines(process: Process) -> list[int]:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended, even if its parent has not waited for it."""
+    """Returns whether the process has ended, even if its parent has not waited for it."""
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(") ")[2].startswith("Z")
 
@@ -304,7 +304,7 @@ def refusal(tmp_path: Path, **more: Any) -> tuple[int, list[str]]:
         process.popen.wait()
 
 
-def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with open_listener() as other:
         port = other.getsockname()[1]
         status, lines = refusal(tmp_path, port=port)
@@ -314,14 +314,14 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
     ]
 
 
-def test_an_open_port_without_a_key_is_one_sentence(tmp_path: Path) -> None:
+def test_an_open_port_without_a_key_is_refused_in_one_sentence(tmp_path: Path) -> None:
     status, lines = refusal(tmp_path, host="0.0.0.0")
     assert status == 1
     assert len(lines) == 1
     assert "--api-key" in lines[0]
 
 
-def test_a_data_directory_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+def test_a_data_directory_that_cannot_be_used_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     status, lines = refusal(tmp_path, data_dir=str(tmp_path / "file" / "data"))
     assert status == 1

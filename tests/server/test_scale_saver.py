@@ -51,7 +51,7 @@ def answers(engine: Engine) -> list[Any]:
 
 
 def rolled(source: Path, **options: Any) -> Engine:
-    """An engine whose scales have followed some traffic and do not change any more."""
+    """Returns an engine whose scales have followed some traffic and do not change any more."""
     engine = Engine(source, roll_history=True, drift_window=8, **options)
     before = [record["scale"] for record in engine.scales()]
     engine.generate(TRAFFIC * 2, temperature=0.0, max_new_tokens=16, ignore_eos=True)

@@ -88,7 +88,7 @@ def states(server: Process) -> dict[str, str]:
 
 
 def complete(client: openai.OpenAI, model: str, prompt: str) -> tuple[str, list[float | None]]:
-    """The text and the log-probabilities of a greedy answer."""
+    """Returns the text and the log-probabilities of a greedy answer."""
     parameters: Any = {"max_tokens": NEW, "temperature": 0, "logprobs": 0}
     choice = client.completions.create(model=model, prompt=prompt, **parameters).choices[0]
     assert choice.logprobs is not None
@@ -102,7 +102,7 @@ def expected(directory: Path, recipe: str) -> list[tuple[str, list[float]]]:
 
 
 def test_two_families_answer_at_once_as_each_does_alone(client: openai.OpenAI, place: Path) -> None:
-    """To the last bit of every log-probability, with vectors computed in between."""
+    """Every log-probability is equal to the last bit, while vectors are computed in between."""
     directories = {"one": place / "one", "two": place / "more" / "two"}
     expected_answers = {name: expected(directory, RECIPE[name]) for name, directory in directories.items()}
     vectors = Embedder(place / "more" / "three", recipe="bf16").embed(["some text"]).vectors[0]
@@ -145,7 +145,7 @@ def test_each_model_has_its_own_tokens_and_limits(server: Process) -> None:
 
 
 def engine_of(server: Process, directory: Path) -> int:
-    """The engine process that holds a directory."""
+    """Returns the engine process that holds a directory."""
     children = Path(f"/proc/{server.popen.pid}/task/{server.popen.pid}/children").read_text().split()
     pids = [int(p) for p in children if os.fsencode(directory) in Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0")]
     return max(pids)

@@ -145,7 +145,7 @@ def send_until_stopped(server: Process, ask: Callable[[openai.OpenAI], Answer], 
 
 
 def written_by(directory: Path, recipe: str) -> str:
-    """The text that an engine with these weights alone generates."""
+    """Returns the text that an engine with these weights alone generates."""
     return Engine(directory, recipe=recipe).generate([PROMPT], max_new_tokens=NEW, temperature=0.0)[0].text
 
 

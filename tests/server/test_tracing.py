@@ -57,7 +57,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tracing]]:
 
 
 def spans(memory: list[Tracing]) -> dict[str, list[ReadableSpan]]:
-    """The finished spans by name."""
+    """Returns the finished spans by name."""
     provider = memory[-1].provider
     provider.force_flush()
     exporter: Any = provider._active_span_processor._span_processors[0].span_exporter  # type: ignore[attr-defined]
@@ -231,7 +231,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_real_engine_and_a_real_collector(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_engine_sends_spans_to_a_real_collector(
+    real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "my-service")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=abc")
     with collector() as otel_collector:

@@ -86,7 +86,7 @@ def test_a_file_the_manifest_does_not_list_is_damage(tmp_path: Path) -> None:
     assert checkpoint.find_damage(path) is not None
 
 
-def test_another_version_is_named_and_nothing_is_deleted(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_version_is_reported_and_not_deleted(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
@@ -95,7 +95,7 @@ def test_another_version_is_named_and_nothing_is_deleted(tmp_path: Path) -> None
     assert (tmp_path / "step-1.broken" / "model.safetensors").exists()
 
 
-def test_only_the_newest_are_kept_in_numeric_order(tmp_path: Path) -> None:
+def test_keep_last_keeps_the_newest_checkpoints_in_numeric_order(tmp_path: Path) -> None:
     for step in (9, 10, 100):
         write(tmp_path, step)
     checkpoint.keep_last(tmp_path, 2)
@@ -161,7 +161,9 @@ def test_dying_at_any_fsync_or_rename_leaves_a_whole_checkpoint_or_none(
         assert checkpoint.find_damage(root / "step-2") is None
 
 
-def test_a_disk_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_written_is_reported_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 

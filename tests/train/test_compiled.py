@@ -61,8 +61,8 @@ def test_layers_and_lengths_share_graphs_with_the_bits_of_an_eager_run(
     monitor of the run counts no values."""
     options: dict[str, Any] = {"model": str(deep_model), "batch_size": 3, "accumulate": 2, "max_steps": 4}
     expected, _ = train(configure, tmp_path / "eager", **options)
-    found, events = train(configure, tmp_path / "compiled", compile=True, **options)
-    assert found == expected
+    result, events = train(configure, tmp_path / "compiled", compile=True, **options)
+    assert result == expected
     (event,) = of_code(events, "compiled")
     assert (event["step"], event["graphs"]) == (2, GRAPHS)
     assert event["seconds"] > 0
@@ -109,8 +109,8 @@ def test_every_method_has_the_bits_of_an_eager_run(
 def test_a_run_may_be_resumed_with_or_without_compile(configure: Configure, tmp_path: Path) -> None:
     expected, _ = train(configure, tmp_path / "eager", max_steps=4)
     train(configure, tmp_path / "resumed", after(2), max_steps=4)
-    found, events = train(configure, tmp_path / "resumed", max_steps=4, compile=True)
-    assert found == expected
+    result, events = train(configure, tmp_path / "resumed", max_steps=4, compile=True)
+    assert result == expected
     (event,) = of_code(events, "machine_changed")
     assert event["message"].startswith("compile changed since the checkpoint was written")
 
@@ -122,14 +122,16 @@ def test_too_many_graphs_are_announced_and_the_run_continues(
 ) -> None:
     monkeypatch.setattr(compiled, "MAX_GRAPHS", 1)
     expected, _ = train(configure, tmp_path / "eager", max_steps=2)
-    found, events = train(configure, tmp_path / "compiled", max_steps=2, compile=True)
-    assert found == expected
+    result, events = train(configure, tmp_path / "compiled", max_steps=2, compile=True)
+    assert result == expected
     (event,) = of_code(events, "compile_stopped")
     assert (event["level"], event["step"]) == ("warn", 2)
     assert event["message"].startswith("The layers were compiled 1 times, because their inputs keep changing")
 
 
-def test_an_error_of_the_compiler_is_one_sentence(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_compiler_is_reported_in_one_sentence(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no such instruction\nline 2")
 
@@ -157,6 +159,6 @@ def test_several_processes_are_refused(configure: Configure) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
 def test_inductor_gives_the_bits_of_an_eager_run(configure: Configure, tmp_path: Path) -> None:
     expected, _ = train(configure, tmp_path / "eager", max_steps=3)
-    found, events = train(configure, tmp_path / "compiled", max_steps=3, compile=True)
-    assert found == expected
+    result, events = train(configure, tmp_path / "compiled", max_steps=3, compile=True)
+    assert result == expected
     assert of_code(events, "compiled")

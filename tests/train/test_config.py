@@ -40,7 +40,7 @@ def test_json_round_trip_keeps_every_field() -> None:
         ("warmup_steps", -1),
     ],
 )  # fmt: skip
-def test_a_value_that_cannot_be_used_is_named(field: str, value: Any) -> None:
+def test_the_error_names_the_option_whose_value_cannot_be_used(field: str, value: Any) -> None:
     with pytest.raises(JobError, match=field.split("_")[0]):
         TrainConfig.from_dict({**REQUIRED, field: value})
 

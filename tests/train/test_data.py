@@ -60,7 +60,7 @@ def test_a_prompt_that_fills_the_context_is_dropped_and_counted(tokenizer: Token
     assert (report.examples, report.rows, report.dropped_rows, report.truncated_rows) == (2, 1, 1, 1)
 
 
-def test_when_nothing_is_left_it_is_an_error(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_data_without_a_token_to_learn_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": TEXTS[0], "completion": " red"}])
     with pytest.raises(DataError, match=r"None of the 1 examples in .*d\.jsonl has a token to learn from"):
         load_items(SftReader(), [str(path)], tokenizer, 8)

@@ -125,9 +125,10 @@ def test_the_chosen_completion_becomes_more_probable(
     config = dpo(model=str(base), recipe=recipe, beta=0.5, max_steps=16, **more)
     metrics, method_state = run(config)
     first, last = metrics[0], metrics[-1]
-    exact = 0.0 if recipe != "current" or rank else 1.0  # "current" scales depend on the batch
-    assert abs(first["rewards/margins"]) <= exact
-    assert first["train_loss"] == pytest.approx(math.log(2), abs=1e-7 + exact)
+    # The scales of "current" depend on the batch, except with LoRA, whose frozen layers have a scale for each row.
+    tolerance = 1.0 if recipe == "current" and not rank else 0.0
+    assert abs(first["rewards/margins"]) <= tolerance
+    assert first["train_loss"] == pytest.approx(math.log(2), abs=1e-7 + tolerance)
     assert last["train_loss"] < 0.8 * math.log(2)
     assert last["rewards/accuracies"] == 1
     assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"], abs=1e-4)
@@ -176,7 +177,7 @@ def test_resuming_with_other_validation_pairs_is_refused(dpo: Configure, tmp_pat
     assert Trainer(dpo(max_steps=3)).run().step == 3
 
 
-def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, dpo: Configure) -> None:
+def test_a_killed_and_resumed_run_writes_the_same_files(tmp_path: Path, dpo: Configure) -> None:
     names = ("model/scales.safetensors", "checkpoints/step-6/method.safetensors", "checkpoints/step-6/manifest.json")
     assert_same_when_killed(tmp_path, dpo, names, max_steps=6)
 
@@ -258,7 +259,7 @@ def test_an_earlier_turn_of_the_assistant_is_context(model_dir: Path) -> None:
         ("[1]", "x:1 is a list where an object was expected"),
     ],
 )
-def test_a_bad_row_is_one_sentence_with_its_line(row: Any, message: str) -> None:
+def test_the_error_of_a_bad_row_is_one_sentence_that_names_its_line(row: Any, message: str) -> None:
     with pytest.raises(DataError) as caught:
         DpoReader().parse_row(row, "x:1")
     assert message in str(caught.value)

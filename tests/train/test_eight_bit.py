@@ -93,7 +93,7 @@ def test_losses_are_within_two_percent_of_fp32_states(configure: Configure, tmp_
 
 @needs_torchao
 @pytest.mark.slow
-def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, configure: Configure) -> None:
+def test_a_killed_and_resumed_run_writes_the_same_files(tmp_path: Path, configure: Configure) -> None:
     names = ("model/scales.safetensors", "checkpoints/step-8/optimizer.safetensors")
     assert_same_when_killed(tmp_path, configure, names, max_steps=8, keep_last=2, optimizer_states="8bit")
 

@@ -10,7 +10,7 @@ def _fail(arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize(("error", "is_peer"), [("Connection reset by peer", True), ("Something is wrong", False)])
-def test_a_lost_connection_to_a_peer_is_one_sentence_and_other_errors_keep_their_traceback(
+def test_a_lost_connection_is_reported_in_one_sentence_and_other_errors_keep_their_traceback(
     error: str, is_peer: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(group, "_die_with_parent", lambda parent: None)

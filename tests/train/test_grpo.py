@@ -228,7 +228,9 @@ def test_weights_given_to_the_engine_share_no_memory_with_the_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"beta": 0.1, "num_iterations": 2}, {"lora_rank": 4, "recipe": "bf16"}], ids=str)
-def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, grpo: Configure, options: dict[str, Any]) -> None:
+def test_a_killed_and_resumed_run_writes_the_same_files(
+    tmp_path: Path, grpo: Configure, options: dict[str, Any]
+) -> None:
     names = ["model/training.json", "checkpoints/step-6/manifest.json"]
     names += ["reference.safetensors"] if "beta" in options and "lora_rank" not in options else []
     assert_same_when_killed(tmp_path, grpo, names, max_steps=6, **options)
@@ -270,7 +272,9 @@ def test_resuming_with_other_reward_columns_is_refused(grpo: Configure, tmp_path
         ("import os\ndef reward(p, c, r): os.kill(os.getpid(), 9)", "on a completion of {data}:1 (killed by SIGKILL)"),
     ],
 )
-def test_a_reward_that_fails_is_one_sentence(grpo: Configure, tmp_path: Path, code: str, message: str) -> None:
+def test_a_reward_that_fails_is_reported_in_one_sentence(
+    grpo: Configure, tmp_path: Path, code: str, message: str
+) -> None:
     (tmp_path / "bad.py").write_text(code)
     one = write_lines(tmp_path / "one.jsonl", [{"prompt": TEXTS[0][:20]}])
     with pytest.raises(JobError) as caught:
@@ -295,7 +299,7 @@ def test_a_reward_gets_prompt_completion_and_row_and_may_print_and_import(
 ) -> None:
     """Its output goes to stderr and is not taken for a reward, and it can import modules from its own directory."""
     (tmp_path / "beside.py").write_text("FACTOR = 2")
-    file = tmp_path / "told.py"
+    file = tmp_path / "reward.py"
     file.write_text(
         "from beside import FACTOR\nprint('hello')\n"
         "def reward(prompt, completion, row):\n"
@@ -313,7 +317,7 @@ def test_a_reward_gets_prompt_completion_and_row_and_may_print_and_import(
 
 
 @pytest.mark.parametrize("reply", ["not JSON", "7", "[" * 100_000], ids=["text", "number", "deep"])
-def test_an_invalid_reply_of_a_reward_process_is_one_sentence(reply: str, tmp_path: Path) -> None:
+def test_an_invalid_reply_of_a_reward_process_is_reported_in_one_sentence(reply: str, tmp_path: Path) -> None:
     """The reward file can write to the file descriptor that carries the replies."""
     file = tmp_path / "noisy.py"
     file.write_text(f"import os\ndef reward(p, c, r):\n    os.write(3, {reply.encode()!r} + b'\\n')\n    return 1.0\n")
@@ -343,7 +347,7 @@ class _Grader(BaseHTTPRequestHandler):
         self.wfile.write(payload)
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +396,7 @@ def test_an_unreachable_grader_url_is_reported(monkeypatch: pytest.MonkeyPatch) 
         UrlGrader("http://127.0.0.1:1/grade", 60).rewards(ASKED)
 
 
-def test_a_run_with_a_grader_url(grpo: Configure, grader_url: str) -> None:
+def test_a_run_gets_rewards_from_a_grader_url(grpo: Configure, grader_url: str) -> None:
     metrics = metrics_of(grpo(grader_url=f"{grader_url}/grade", max_steps=2))
     assert all(m["reward"] > 0 for m in metrics)
 
@@ -425,7 +429,7 @@ def test_a_conversation_has_the_same_prompt_in_every_data_format(model_dir: Path
         ("[1]", "x:1 is a list where an object was expected"),
     ],
 )
-def test_a_bad_row_is_one_sentence_with_its_line(row: Any, message: str) -> None:
+def test_the_error_of_a_bad_row_is_one_sentence_that_names_its_line(row: Any, message: str) -> None:
     with pytest.raises(DataError) as caught:
         GrpoReader(8).parse_row(row, "x:1")
     assert message in str(caught.value)

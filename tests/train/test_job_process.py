@@ -53,7 +53,7 @@ def start(directory: Path, *command: str) -> "subprocess.Popen[str]":
 
 @pytest.fixture(autouse=True)
 def handlers() -> Any:
-    """The worker installs its own; running it inside the test process must not leave them."""
+    """Restores the signal handlers of the test process, because a worker that runs in it installs its own."""
     previous = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in previous.items():
@@ -117,7 +117,7 @@ def test_bad_input_is_one_event_and_status_1(job: Path, change: dict[str, Any], 
     assert not (job / "result.json").exists()
 
 
-def test_a_fault_of_ours_is_one_sentence_too(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_reported_in_one_sentence(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8serve.train import trainer
 
     def fail(*args: Any) -> None:
@@ -160,7 +160,7 @@ def test_the_log_goes_on_after_a_line_that_was_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_sigterm_checkpoints_and_starting_again_goes_on(tmp_path: Path, configure: Configure) -> None:
+def test_a_run_ended_by_sigterm_continues_from_its_checkpoint(tmp_path: Path, configure: Configure) -> None:
     job = make_job(tmp_path / "job", configure, max_steps=100_000, save_every=None)
     process = start(job)
     while not (job / "events.jsonl").exists() or not any(e["type"] == "metrics" for e in events(job)[:-1]):
@@ -183,7 +183,7 @@ def finish(directory: Path, mode: str, *more: str) -> int:
 
 
 def same_result(one: Path, two: Path) -> bool:
-    """Every tensor of the last checkpoint and of the served model, by SHA-256."""
+    """Returns every tensor of the last checkpoint and of the served model, by SHA-256."""
     a, b = (checkpoint.list_checkpoints(d / "out" / "checkpoints")[-1] for d in (one, two))
     models = one / "out" / "model", two / "out" / "model"
     served = [hashes(m, "del.safetensors") for m in models]
@@ -191,7 +191,7 @@ def same_result(one: Path, two: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_killed_at_random_is_the_same_bits(tmp_path: Path, configure: Configure) -> None:
+def test_a_run_killed_at_random_writes_the_same_bits(tmp_path: Path, configure: Configure) -> None:
     long = {"max_steps": 12, "save_every": 2, "accumulate": 2, "keep_last": 2}
     whole = make_job(tmp_path / "whole", configure, **long)
     killed = make_job(tmp_path / "killed", configure, **long)
@@ -205,7 +205,7 @@ def test_killed_at_random_is_the_same_bits(tmp_path: Path, configure: Configure)
 
 
 def run_whole(tmp_path: Path, configure: Configure, **options: Any) -> tuple[Path, Path]:
-    """The directory that one undisturbed process has made, and the same job, not begun yet, in the same place."""
+    """Returns the directory that one undisturbed process has written, and one of the same job before its start."""
     job = make_job(tmp_path / "job", configure, **options)
     described = (job / "job.json").read_bytes()
     process = start(job)
@@ -219,6 +219,6 @@ def run_whole(tmp_path: Path, configure: Configure, **options: Any) -> tuple[Pat
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_killed_at_any_fsync_or_rename_is_the_same_directory(tmp_path: Path, configure: Configure) -> None:
+def test_a_run_killed_at_any_fsync_or_rename_writes_the_same_files(tmp_path: Path, configure: Configure) -> None:
     whole, job = run_whole(tmp_path, configure, max_steps=2, save_every=1, template_date="2026-01-31")
     assert finish(job, "points", str(whole)) >= 20

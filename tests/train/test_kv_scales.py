@@ -145,7 +145,7 @@ def write_pairs(folder: Path) -> dict[str, Any]:
 
 
 def calibrate_gradients(folder: Path) -> dict[str, Any]:
-    """A base with histories of gradients, too, so that no pass observes amaxes before the first step."""
+    """Returns a base with histories of gradients, too, so that no pass observes amaxes before the first step."""
     base = write_random_model(folder / "high-precision", TEXTS, vocab_size=320, hidden_size=64, layers=2, heads=4)
     calibrate(base, out=folder / "base", samples=4, seq_len=16, kv_cache=True, gradients=True)
     return {"model": str(folder / "base")}

@@ -32,7 +32,7 @@ def lora(configure: Configure, fp8_dir: Path) -> Configure:
     return make
 
 
-def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, lora: Configure) -> None:
+def test_a_killed_and_resumed_run_writes_the_same_files(tmp_path: Path, lora: Configure) -> None:
     names = ("model/adapter_model.safetensors", "model/adapter_config.json", "checkpoints/step-6/manifest.json")
     assert_same_when_killed(tmp_path, lora, names, max_steps=6, dora=True, lora_dropout=0.1)
 

@@ -38,7 +38,7 @@ def test_learning_rate_rises_linearly_and_falls_as_a_cosine() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "middle", "last"), [("linear", 0.55, 0.1 + 0.9 / 20), ("constant", 1.0, 1.0)])
-def test_other_schedules(schedule: str, middle: float, last: float) -> None:
+def test_other_schedules_have_their_learning_rates(schedule: str, middle: float, last: float) -> None:
     cfg = config(lr=1.0, warmup_steps=4, min_lr_ratio=0.1, lr_schedule=schedule)
     assert [learning_rate(cfg, s, 24) for s in (1, 4, 14, 23)] == pytest.approx([0.5, 1.0, middle, last])
 

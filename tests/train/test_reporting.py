@@ -71,10 +71,10 @@ def test_a_resumed_run_continues_its_wandb_run(configure: Configure, tools: Call
     config = configure(max_steps=4, save_every=2, report_to=["wandb"])
     Trainer(config).run(stop=after(2))
     Trainer(config).run()
-    begun = [call[1] for call in tools if call[0] == "init"]
-    assert len(begun) == 2
-    assert begun[0] == begun[1]
-    assert (begun[0]["project"], begun[0]["resume"], begun[0]["config"]["lr"]) == ("fp8serve", "allow", 1e-3)
+    runs = [call[1] for call in tools if call[0] == "init"]
+    assert len(runs) == 2
+    assert runs[0] == runs[1]
+    assert (runs[0]["project"], runs[0]["resume"], runs[0]["config"]["lr"]) == ("fp8serve", "allow", 1e-3)
     assert [call[2] for call in tools if call[0] == "log"] == [1, 2, 3, 4]
     assert [call[0] for call in tools].count("finish") == 2
 

@@ -61,7 +61,7 @@ def assert_same_when_killed(folder: Path, configure: Configure, names: Iterable[
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, configure: Configure) -> None:
+def test_a_killed_and_resumed_run_writes_the_same_files(tmp_path: Path, configure: Configure) -> None:
     names = ("model/scales.safetensors", "checkpoints/step-8/manifest.json")
     assert_same_when_killed(tmp_path, configure, names, max_steps=8, keep_last=2)
 

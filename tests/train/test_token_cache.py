@@ -168,7 +168,7 @@ def other_eos_token(config: TrainConfig) -> TrainConfig:
 
 
 def damaged(config: TrainConfig) -> TrainConfig:
-    """The cache file keeps its length, and one byte of an id changes."""
+    """Changes one byte of an id in the cache file, which keeps its length."""
     file = Path(config.out) / "tokenized" / "data.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1

@@ -270,8 +270,9 @@ def stored_rotary_mm(
     v_scale: Tensor | None,
     *norm: Any,
 ) -> Tensor:
-    """Multiplies a [T, K] by b [N, K] as stored_mm does, with BF16 output. The output has the heads of queries, then
-    those of keys and values, as many as the caches have. Returns rotary_write_kv of them."""
+    """Multiplies a [T, K] by b [N, K] as stored_mm does, in BF16. A row of the product has the query heads, then as
+    many key heads and value heads as the caches have. Rotates q and k, writes k and v to the caches, and returns the
+    rotated q."""
     kv_heads, dim = k_cache.shape[2:]
     y = ops.stored_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.bfloat16, *norm).view(len(a), -1, dim)
     q, k, v = y.split_with_sizes((y.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)

@@ -165,7 +165,7 @@ define_composed(
     cases=_stored_mm_cases,
     kernel_devices=("cuda",),
 )
-# The same product with the kernel that the caller names, to measure kernels.
+# scaled_mm by the kernel that the caller names, to measure kernels.
 declare(
     "scaled_mm_by(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype,"
     " str kernel, int swizzle) -> Tensor",

@@ -66,7 +66,7 @@ def cpu_kernels() -> dict[str, dict[str, str]]:
 
 
 INVARIANT_SWITCH = "by_rows"
-"""Not a kernel: if it is off, the number of rows chooses no kernel (csrc/cuda/gemm_switches.h)."""
+"""A switch that is no kernel: if it is off, the number of rows chooses no kernel (csrc/cuda/gemm_switches.h)."""
 OFF_BY_DEFAULT = "normed"
 """The kernel that must be switched on to run (csrc/cuda/gemm_switches.h)."""
 

@@ -24,10 +24,11 @@ _FP8_PRODUCTS = frozenset({
 })  # fmt: skip
 _PRODUCTS = _FP8_PRODUCTS | {"mm", "stored_rotary_mm"}
 # The allowed difference from the reference, as a share of the sum of magnitudes, in addition to the rounding of the
-# result. An FP8 instruction of Hopper's tensor cores adds 32 products to a sum. It truncates each of the 33 summands
-# and the result below 2^-13 of the largest, so it loses at most 34 x 2^-13 = 2^-7.9 of the magnitudes. The truncated
-# parts have both signs, so the GEMMs of a check lose less than 2^-10, although four instructions run before a sum goes
-# to FP32. 2^-8 is four times that (tests/cuda/test_hopper.py). Attention rounds its weights to BF16.
+# result. An FP8 instruction of Hopper's tensor cores adds 32 products to a sum. It drops the bits of the 33 summands
+# and of the result that are smaller than 2^-13 times the largest summand, so it loses at most 34 x 2^-13 = 2^-7.9 of
+# the magnitudes. Four instructions accumulate before the sum goes to FP32. Their errors have both signs, so the total
+# in the GEMMs of a check stays below 2^-10. 2^-8 is four times that (tests/cuda/test_hopper.py). Attention rounds its
+# weights to BF16.
 _DEFAULT_TOLERANCE = 2.0**-11
 _TOLERANCES = {"paged_attention": 2.0**-8, "attention_backward": 2.0**-7} | dict.fromkeys(_FP8_PRODUCTS, 2.0**-8)
 _TOLERANCES["stored_rotary_mm"] = 2.0**-7  # three roundings to BF16 follow the sum
@@ -132,7 +133,8 @@ def _sums_of_magnitudes(op: str, arguments: Arguments) -> list[Tensor | None]:
 
 
 def _rotated_magnitudes(*arguments: Any) -> list[Tensor | None]:
-    """Returns the sums for the queries, None for each operand, and the sums for the caches of keys and values."""
+    """Returns one entry for each compared tensor: the sums for the queries, None for each argument that the op only
+    reads, and the sums for the caches of keys and values."""
     *operands, _, _, k_cache, v_cache, slots, k_scale, v_scale = arguments[:12]
     kv_heads, dim = k_cache.shape[2:]
     sums = _run_with_magnitudes("stored_mm", (*operands, torch.float32, *arguments[12:])).view(len(slots), -1, dim)

@@ -38,7 +38,7 @@ from fp8serve.model.network.experts import Mixture
 from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_mlp, add_projection, forward_of
 from fp8serve.model.network.latent_attention import CachedAttention, LatentAttention
 from fp8serve.model.network.norms import make_embedding, make_head_norm, make_norm
-from fp8serve.model.network.rotary import Attend, Heads, HeadsProduct, PositionEmbedding, Rotary, Rotation
+from fp8serve.model.network.rotary import Attend, Heads, PendingHeads, PositionEmbedding, Rotary, Rotation
 
 
 class XIELU(nn.Module):
@@ -133,7 +133,7 @@ class Attention(CachedAttention):
         if q_norm is None and position.order is None and position.query_scale is None:
             product = self.qkv.operands(x, norm)
             if product is not None:
-                return HeadsProduct(*product, head_dim)
+                return PendingHeads(*product, head_dim)
         q, k, v = [part.view(tokens, -1, head_dim) for part in self.qkv(x, norm)]
         if q_norm is not None and k_norm is not None:
             q, k = self._normalize(q, q_norm), self._normalize(k, k_norm)

@@ -23,9 +23,10 @@ Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, head_dim]
 
 
 @dataclass(frozen=True)
-class HeadsProduct:
-    """Queries, keys and values that are not multiplied yet, so that one op may multiply them, rotate them and write
-    them to a cache. Iteration multiplies them and yields q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+class PendingHeads:
+    """The operands of the projections to q, k and v, before their GEMM, so that one op may run the GEMM, rotate q
+    and k, and write k and v to a cache. Iteration runs the GEMM and yields q [T, heads, head_dim], k and v
+    [T, kv_heads, head_dim]."""
 
     operands: Operands
     widths: Sequence[int]  # of q, k and v
@@ -36,7 +37,7 @@ class HeadsProduct:
         return (part.view(len(part), -1, self.head_dim) for part in parts)
 
 
-Heads = tuple[Tensor, Tensor, Tensor] | HeadsProduct  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
+Heads = tuple[Tensor, Tensor, Tensor] | PendingHeads  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
 # attend(layer, heads, rotation, output_rows) rotates q and k and returns the output of attention, [T, heads, head_dim].
 # If `output_rows`, int64 [R], is not None, it returns only these rows, [R, heads, head_dim].
 Attend = Callable[[int, Heads, Rotation, Tensor | None], Tensor]

@@ -26,7 +26,7 @@ class ByteStream:
     def __init__(self, bytes_of: Callable[[int], bytes], hidden_ids: Collection[int]) -> None:
         self._bytes_of, self._hidden_ids = bytes_of, hidden_ids
         self._incomplete = b""  # the beginning of a character
-        self._withheld = ""  # a U+FFFD that is certain, but was the last character
+        self._withheld = ""  # a final U+FFFD that no later byte changes, withheld because `WindowStream` withholds it
 
     def push(self, token_id: int) -> str:
         """Adds a token and returns the new text that no later token can change, which may be empty."""

@@ -17,7 +17,7 @@ export class Answer {
     this.reasoning = "";
     this.pieces = []; // of the content
     this.thoughts = []; // of the reasoning
-    this.calls = []; // as /v1/chat/completions has them
+    this.calls = []; // in the format of /v1/chat/completions
     this.state = "running"; // then done, stopped or failed
     this.text = element("div", { className: "text" });
     this.folded = element("div");
@@ -29,7 +29,7 @@ export class Answer {
     showTokensOn(this.text);
   }
 
-  /** Takes in one chunk of a stream of either route. */
+  /** Adds one chunk of a stream of either route. */
   take(chunk) {
     this.model = chunk.model ?? this.model;
     this.weights = chunk.system_fingerprint ?? this.weights;
@@ -50,7 +50,7 @@ export class Answer {
     this.showText(this.queue.cut(text));
   }
 
-  /** `pieces`: as TokenQueue cuts them. */
+  /** Appends `pieces` of the content, which TokenQueue has cut. */
   showText(pieces) {
     this.content += textOf(pieces);
     this.pieces.push(...pieces);
@@ -125,7 +125,7 @@ export class Answer {
     hide();
   }
 
-  /** Plain data that `Answer.from` makes the same answer of. */
+  /** Plain data from which `Answer.from` restores the answer. */
   get record() {
     return {
       state: this.state,
@@ -137,7 +137,7 @@ export class Answer {
     };
   }
 
-  /** An answer of before the page was loaded again. One that was not whole then has been stopped by that. */
+  /** Restores an answer after a reload. A reload stops an answer that was not complete. */
   static from({ state, weights, facts, content, reasoning, calls }) {
     const answer = new Answer();
     answer.weights = weights;
@@ -152,12 +152,12 @@ export class Answer {
     return answer;
   }
 
-  /** Whether a conversation can go on from it. */
+  /** Whether the conversation can continue from this answer. */
   get counts() {
     return this.state === "done" || (this.state === "stopped" && this.content !== "");
   }
 
-  /** As a message of the request that follows. */
+  /** The answer as a message of the next request. */
   get message() {
     const calls = this.calls.map(({ id, type, function: { name, arguments: text } }) => ({
       id,
@@ -176,7 +176,7 @@ export class Answer {
 
 const textOf = (pieces) => pieces.map(({ text }) => text).join("");
 
-/** A function (from, to) that gives spans for that range of the pieces' text; the part of a token is a token, too. */
+/** Returns a function (from, to) that returns spans for that range of the pieces' text; a part of a token is a token, too. */
 function rangesOf(pieces) {
   let end = 0;
   const ends = pieces.map(({ text }) => (end += text.length));
@@ -191,7 +191,7 @@ function rangesOf(pieces) {
   };
 }
 
-/** The first place of a sorted list with more than `value`. */
+/** Returns the first index of a sorted list whose value is above `value`. */
 function firstAbove(sorted, value) {
   let [low, high] = [0, sorted.length];
   while (low < high) {

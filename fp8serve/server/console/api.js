@@ -26,7 +26,7 @@ export const get = async (path) => read(await request(path));
 export const post = async (path, body = {}, options = {}) => read(await send(path, body, options));
 export const remove = async (path) => read(await request(path, { method: "DELETE" }));
 
-/** The response to a JSON body, unread: for a stream. */
+/** Sends a JSON body and returns the response without reading it, for a stream. */
 export function send(path, data, options = {}) {
   const headers = { "Content-Type": "application/json", ...options.headers };
   return request(path, { ...options, method: "POST", headers, body: JSON.stringify(data) });

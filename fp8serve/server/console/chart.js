@@ -5,11 +5,11 @@ import { drawn, element, say } from "./dom.js";
 import { number } from "./numbers.js";
 
 const HEIGHT = 200;
-const DOTTED = 40; // points; with more of them dots hide the line
+const DOTTED = 40; // points; dots would hide a line of more points
 const [LEFT, RIGHT, TOP, BOTTOM] = [52, 10, 10, 24];
 
 export class Chart {
-  /** `title`: what it shows. `across`: what the horizontal axis counts. `digits`: turns a value into text. */
+  /** `title`: what the chart shows. `across`: what the horizontal axis counts. `digits`: formats a value. */
   constructor(title, { across = "step", digits = number, fromZero = false } = {}) {
     Object.assign(this, { title, across, digits, fromZero });
     this.svg = drawn("svg", { role: "img", class: "chart" });
@@ -21,7 +21,7 @@ export class Chart {
     new ResizeObserver(() => this.series && this.draw(this.series, this.sentence)).observe(this.node);
   }
 
-  /** `series`: [{name, kind, points: [[x, y]]}]; kind is a class of the style sheet. `sentence`: what it says. */
+  /** `series`: [{name, kind, points: [[x, y]]}]; kind is a class of the style sheet. `sentence`: the result in words. */
   draw(series, sentence = "") {
     this.series = series.filter(({ points }) => points.length);
     this.sentence = sentence;
@@ -84,7 +84,7 @@ export class Chart {
     ];
   }
 
-  /** Names the values at the pointer in the caption. */
+  /** Shows the values at the pointer in the caption. */
   point(event) {
     if (!this.x) return;
     if (event === null) {
@@ -117,7 +117,7 @@ function sample(kind) {
   );
 }
 
-/** Three to six round numbers that enclose low and high. */
+/** Returns three to six round numbers that enclose low and high. */
 function ticks(low, high) {
   if (high - low < Math.abs(high) * 1e-9 + 1e-30)
     [low, high] = high === 0 ? [0, 1] : [Math.min(0, low), Math.max(0, high)];

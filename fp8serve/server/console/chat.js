@@ -1,4 +1,4 @@
-// The chat: one text box, one or two columns, and what can be done with a conversation.
+// The chat: one text box, one or two columns, and the buttons for a conversation.
 
 import { ChatSettings } from "./chat_settings.js";
 import { Column } from "./column.js";
@@ -15,7 +15,7 @@ const HINT =
 export class Chat {
   constructor() {
     this.allColumns = [];
-    this.columns = []; // the first ones of these, which are shown
+    this.columns = []; // the first of `allColumns`, which are shown
     this.area = element("div", { className: "columns" });
     this.note = element("p", { className: "quiet", role: "status" });
     this.prompt = element("textarea", {
@@ -30,15 +30,15 @@ export class Chat {
     const format = () => this.allColumns.forEach((column) => column.format());
     this.settings = new ChatSettings(() => this.arrange(), format);
     this.list = new conversations.List({ open: (id) => this.show(id), remove: (id) => this.remove(id) });
-    this.id = null; // of the conversation that is shown, once it is stored
-    this.stored = {}; // {at, text} of what this tab last read or wrote
+    this.id = null; // the id of the shown conversation; null until it is stored
+    this.stored = {}; // {at, text} of the version that this tab last read or wrote
     this.load(conversations.index().open);
     this.list.draw(this.id);
     this.node = element("div", {}, this.list.node, this.settings.node, this.hint, this.area, this.form);
     this.settings.begin();
     addEventListener("pagehide", () => this.store());
     addEventListener("beforeunload", () => this.allColumns.forEach((column) => column.expectUnload()));
-    addEventListener("storage", () => this.list.draw(this.id)); // another tab has changed it
+    addEventListener("storage", () => this.list.draw(this.id)); // another tab has changed the storage
   }
 
   /** Shows a stored conversation, unless another version of this page wrote it. */
@@ -60,7 +60,7 @@ export class Chat {
     return { settings: this.settings.record, columns: this.allColumns.map((column) => column.record) };
   }
 
-  /** Stores what this tab has added. If another tab has written the conversation meanwhile, each gets its own. */
+  /** Stores the conversation. If another tab has written it meanwhile, this tab's version becomes a new conversation. */
   store() {
     if (!this.begun) return;
     const { record } = this;
@@ -79,7 +79,7 @@ export class Chat {
     this.list.draw(this.id);
   }
 
-  /** Ends what is under way, stores it as far as it came, and shows nothing. */
+  /** Stops running answers, stores the conversation with them, and clears the columns. */
   async leave() {
     for (const column of this.allColumns) column.stop();
     await Promise.all(this.allColumns.map((column) => column.ended));
@@ -153,12 +153,12 @@ export class Chat {
     if (query.has("model")) this.settings.compareWith(query.get("model"));
   }
 
-  /** A column for each model that is chosen; a conversation stays in its column when the model changes. */
+  /** Shows a column for each chosen model; a conversation stays in its column when the model changes. */
   arrange() {
     const names = this.settings.chosen;
     const number = Math.max(1, names.length);
     while (this.allColumns.length < number) this.addColumn();
-    for (const column of this.allColumns.slice(number)) column.stop(); // and keeps what was said, for when it is shown again
+    for (const column of this.allColumns.slice(number)) column.stop(); // and keeps its turns until the column is shown again
     this.columns = this.allColumns.slice(0, number);
     this.columns.forEach((column, i) => column.name(names[i] ?? "", number === 1));
     this.area.replaceChildren(...this.columns.map((column) => column.node));
@@ -166,7 +166,7 @@ export class Chat {
     this.update();
   }
 
-  /** Where both names lead to one model, two equal columns would mislead. */
+  /** Says so if the same weights answered in both columns. */
   warn() {
     const weights = this.columns.map((column) => column.turns.at(-1)?.answer?.weights);
     const isOne = weights.length === 2 && weights[0] !== undefined && weights[0] === weights[1];
@@ -204,7 +204,7 @@ export class Chat {
 
   stop() {
     for (const column of this.columns) column.stop();
-    this.prompt.focus(); // the button is about to go
+    this.prompt.focus(); // the button is about to be hidden
   }
 
   async again() {
@@ -219,7 +219,7 @@ export class Chat {
     this.prompt.focus();
   }
 
-  /** The first column's conversation as a row for training. Throws an Error where it cannot be one. */
+  /** Returns the first column's conversation as a row for training. Throws an Error if it cannot be one. */
   row() {
     const messages = this.columns[0].messagesOf(this.columns[0].turns);
     if (!messages.some((message) => message.role === "assistant"))

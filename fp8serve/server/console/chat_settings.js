@@ -1,4 +1,4 @@
-// What a chat asks for beside its messages: the models, the sampling parameters, the tools.
+// The settings of a chat that are sent with its messages: models, sampling parameters, tools.
 
 import { element, labelled } from "./dom.js";
 import { onModels } from "./state.js";
@@ -9,7 +9,7 @@ const TOOLS_HINT =
   '[{"type": "function", "function": {"name": "weather", "description": "…", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]';
 
 export class ChatSettings {
-  /** `changed`: called when other models are chosen. `format`: when answers are to be shown in another way. */
+  /** `changed` is called when other models are chosen, `format` when the setting for Markdown changes. */
   constructor(changed, format) {
     this.changed = changed;
     this.model = element("select", { id: "chat-model", onchange: changed });
@@ -31,7 +31,7 @@ export class ChatSettings {
     this.node = element("div", { className: "settings" }, this.first(), this.rest());
   }
 
-  /** Follows what the server offers from now on. */
+  /** Updates the lists of models whenever the server's models change. */
   begin() {
     onModels((models) => this.offer(models));
   }
@@ -71,10 +71,10 @@ export class ChatSettings {
     );
   }
 
-  /** Lists what `/v1/models` offers for writing text; a choice that is still there stays. */
+  /** Lists the models of `/v1/models` that write text; a chosen model that is still listed stays chosen. */
   offer(models) {
     this.offered = models;
-    const chosen = new Set(this.chosen); // one that is chosen stays while its engine starts again
+    const chosen = new Set(this.chosen); // a chosen model stays listed while its engine is restarted
     const names = models
       .filter((model) => writes(model) && (model.state !== "loading" || chosen.has(model.id)))
       .map((model) => model.id);
@@ -103,7 +103,7 @@ export class ChatSettings {
     }
   }
 
-  /** What a person chose, as plain data, for `restore`. */
+  /** The chosen settings as plain data, for `restore`. */
   get record() {
     const fields = Object.entries(this.fields).map(([name, field]) => [name, field.value]);
     const [model, other] = [this.pendingModel ?? this.model.value, this.pendingOther ?? this.other.value];
@@ -132,7 +132,7 @@ export class ChatSettings {
     return { model, mode, system, temperature, topP, tokens, seed, tools };
   }
 
-  /** The names in the columns. */
+  /** The names of the models in the columns. */
   get chosen() {
     return [this.model.value, this.other.value].filter(Boolean);
   }

@@ -1,12 +1,12 @@
-// One conversation with one model: its turns, and how they are asked for, again and differently.
+// One conversation with one model: its turns, and the requests for answers and for other answers.
 
 import { Answer, RELOADED } from "./answer.js";
 import { events, Problem, send } from "./api.js";
 import { element } from "./dom.js";
 
-/** A turn: what was put to the model, and the answers to it, of which one is shown and counts. */
+/** A turn: messages to the model, and the answers to them. One answer is shown, and the conversation continues from it. */
 class Turn {
-  /** `messages`: one of the user, or results of tools, whose `names` are shown. */
+  /** `messages`: one message of the user, or results of tools, whose `names` are shown. */
   constructor(messages, names) {
     Object.assign(this, { messages, names });
     this.answers = [];
@@ -85,7 +85,7 @@ export class Column {
     this.node.setAttribute("aria-label", `Conversation with ${model}`);
   }
 
-  /** Puts a new text of the user to the model. */
+  /** Sends a new text of the user to the model. */
   ask(text) {
     return this.run(this.begin([{ role: "user", content: text }]), this.settings.parameters(0));
   }
@@ -97,7 +97,7 @@ export class Column {
     return turn;
   }
 
-  /** Another answer to the last turn, by the next seed. */
+  /** Requests another answer to the last turn, with the next seed. */
   again() {
     const turn = this.turns.at(-1);
     return this.run(turn, this.settings.parameters(turn.answers.length));
@@ -107,7 +107,7 @@ export class Column {
     this.running?.abort();
   }
 
-  /** A browser that loads the page again fails the requests under way before it hides the page. */
+  /** When a page is reloaded, the browser aborts its requests before it hides the page. */
   expectUnload() {
     this.isUnloading = true;
   }
@@ -123,7 +123,7 @@ export class Column {
     return this.turns.map((turn) => turn.record);
   }
 
-  /** Shows stored turns in place of its own; a call that was not answered can be answered now. */
+  /** Replaces the turns by stored ones; results can still be entered for calls without a result. */
   restore(turns) {
     this.clear();
     for (const { messages, names, answers, chosen } of turns) {
@@ -136,7 +136,7 @@ export class Column {
     this.format();
   }
 
-  /** Shows all answers as the settings want them: formatted, or as they were written. */
+  /** Shows all answers formatted, or as they were written, according to the settings. */
   format() {
     for (const turn of this.turns) for (const answer of turn.answers) answer.format(this.settings.isFormatted);
   }
@@ -148,7 +148,7 @@ export class Column {
   }
 
   run(turn, parameters) {
-    this.ended = this.answer(turn, parameters); // for those who wait for it
+    this.ended = this.answer(turn, parameters); // a promise, for callers that wait for the end
     return this.ended;
   }
 
@@ -157,7 +157,7 @@ export class Column {
     turn.add(answer);
     this.running = new AbortController();
     this.isUnloading = false;
-    this.log.setAttribute("aria-busy", "true"); // read aloud when it is whole, not word by word
+    this.log.setAttribute("aria-busy", "true"); // an answer is read aloud when it is complete, not word by word
     this.changed();
     answer.node.scrollIntoView({ block: "nearest" });
     try {
@@ -192,7 +192,7 @@ export class Column {
     if (!answer.end) throw new Problem("The stream ended before the answer did.", 0);
   }
 
-  /** A form for what the called tools return: a person stands in for them. */
+  /** A form in which a person enters the results of the called tools. */
   offerResults(answer) {
     if (answer.state !== "done" || !answer.calls.length) return;
     const fields = answer.calls.map((call) =>
@@ -220,7 +220,7 @@ export class Column {
   }
 }
 
-/** Whether the page stands at its end, so that it should follow what comes. */
+/** Whether the page is scrolled to its end, so that it should follow new text. */
 function nearEnd() {
   return document.documentElement.scrollHeight - scrollY - innerHeight < 120;
 }

@@ -15,7 +15,7 @@ export function index() {
   return Array.isArray(stored?.list) ? stored : { open: null, list: [] };
 }
 
-/** A conversation as it was written; null if there is none of that id, or it cannot be read. */
+/** Returns the stored conversation; null if there is none with this id, or it cannot be read. */
 export const read = (id) => (id === null ? null : parsed(nameOf(id)));
 
 /** When a conversation was last written, in seconds; undefined if it is not stored. */
@@ -37,7 +37,7 @@ export function write(id, title, record) {
   return put(INDEX, { open: id, list: [entry, ...others] });
 }
 
-/** Says which conversation a reload shows; null: an empty one. */
+/** Sets which conversation a reload shows; null is an empty one. */
 export function setOpen(id) {
   const stored = index();
   if (stored.open !== id) put(INDEX, { ...stored, open: id });

@@ -28,7 +28,7 @@ export function labelled(text, field) {
   return element("label", {}, text, field);
 }
 
-/** A button that is off while its work goes on, and reports how that failed. */
+/** A button that is disabled while its function runs, and reports the error if it fails. */
 export function button(name, work, { report, ...properties } = {}) {
   const node = element("button", { type: "button", ...properties }, name);
   node.addEventListener("click", async () => {
@@ -44,7 +44,7 @@ export function button(name, work, { report, ...properties } = {}) {
   return node;
 }
 
-/** A button that copies the text that `textOf` gives. */
+/** A button that copies the text that `textOf` returns. */
 export function copyButton(textOf, label) {
   const node = button("Copy", () => copied(textOf()).then(() => tell("Copied")), {
     className: "copy",
@@ -62,7 +62,7 @@ export function copyButton(textOf, label) {
   return node;
 }
 
-/** Browsers have a clipboard for secure addresses only; elsewhere a field that nobody sees is selected and copied. */
+/** Browsers have a clipboard only for secure addresses; for others, a hidden field is selected and copied. */
 async function copied(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const field = element("textarea", { value: text, className: "unseen", "aria-hidden": "true" });
@@ -75,7 +75,7 @@ async function copied(text) {
   if (!isDone) throw new Error("This browser does not copy.");
 }
 
-/** Puts `text` into a line that is read aloud when it changes; unchanged text is left alone. */
+/** Sets the text of a line that is read aloud when it changes; an equal text changes nothing. */
 export function say(node, text, isError = false) {
   if (node.textContent !== text) node.textContent = text;
   node.classList.toggle("error", isError);
@@ -100,7 +100,7 @@ function focusPath(node) {
   return name ? `[data-key="${CSS.escape(name)}"]` : null;
 }
 
-/** A list of terms and what they are. */
+/** A list of terms and their descriptions. */
 export function facts(pairs) {
   const rows = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
   return element(

@@ -1,4 +1,4 @@
-// Fine-tuning: data, numbers, a dry run, the jobs, and one of them in detail.
+// Fine-tuning: data, options, a dry run, the jobs, and one job in detail.
 
 import { get, post } from "./api.js";
 import { button, element, renew, say } from "./dom.js";
@@ -50,10 +50,10 @@ export class Finetune {
     this.linked = id;
   }
 
-  /** Asks once whether this server runs jobs at all; where it does not, the form says why and offers a check only. */
-  async askForRefusal() {
+  /** Requests once whether this server runs jobs. If it does not, the form says why and offers only a check. */
+  async checkWhetherJobsRun() {
     if (this.refused !== undefined) return;
-    const info = await get("info").catch(() => null); // a key that does not open it may still start jobs
+    const info = await get("info").catch(() => null); // an API key without access to /info may still be allowed to start jobs
     if (info === null) return;
     this.refused = info.training_refused !== null;
     this.panel.refused = this.refused;
@@ -63,7 +63,7 @@ export class Finetune {
   }
 
   async refresh() {
-    await Promise.all([this.fields.load(), this.askForRefusal()]);
+    await Promise.all([this.fields.load(), this.checkWhetherJobsRun()]);
     const { jobs } = await get(`finetune?limit=${LISTED}`);
     await this.data.refresh();
     const busy = jobs.find((job) => job.status === "running");

@@ -31,13 +31,13 @@ const BY = {
 };
 export const COLOURS = Object.keys(BY);
 
-/** How many of the steps `value` has passed. */
+/** The number of steps that `value` has reached, or has fallen below if the steps fall. */
 function shade({ steps }, value) {
   const falls = steps[0] > steps[1];
   return steps.filter((step) => (falls ? value < step : value >= step)).length;
 }
 
-/** What the colours of the map mean, when it is coloured `by` a name of COLOURS. */
+/** The legend of the map when it is coloured `by` a name of COLOURS. */
 export function legend(by) {
   const { steps, text, meaning } = BY[by];
   const [below, from] = steps[0] > steps[1] ? ["from", "below"] : ["below", "from"];
@@ -58,7 +58,7 @@ export function legend(by) {
 }
 
 export class HeatMap {
-  /** `choose`: called with the layers of a cell that was reached. */
+  /** `choose` is called with the layers of a cell that is selected. */
   constructor(choose) {
     this.choose = choose;
     this.at = [0, 0];
@@ -139,7 +139,7 @@ export class HeatMap {
     this.table.querySelector('[tabindex="0"]')?.setAttribute("tabindex", "-1");
     cell.tabIndex = 0;
     const [y, x] = (this.at = cell.dataset.place.split(" ").map(Number));
-    if (focus && document.activeElement !== cell) return cell.focus(); // which comes back here
+    if (focus && document.activeElement !== cell) return cell.focus(); // the focus event runs this function again
     this.choose(this.rows[y][1][x]);
   }
 
@@ -163,7 +163,7 @@ const short = (name) =>
     .at(-1)
     .replace(/_proj$/, "");
 
-/** Rows [name, cells] in the order of the model; a cell holds the layers of its place, such as those of all experts. */
+/** Rows [name, cells] in the order of the model; a cell has all layers of its position, such as those of all experts. */
 function arranged(layers) {
   const rows = new Map(),
     columns = [];

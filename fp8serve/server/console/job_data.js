@@ -1,4 +1,4 @@
-// What a fine-tune learns from and is validated on: rows that are typed, or files on the server.
+// Training and validation data of a fine-tune: rows that are typed, or files on the server.
 
 import { get, remove, upload } from "./api.js";
 import { button, element, labelled, renew, say } from "./dom.js";
@@ -117,7 +117,7 @@ export function addRow(row) {
   for (const follower of followers) follower(line);
 }
 
-/** Calls `follower` with every line that comes from elsewhere. */
+/** Calls `follower` with every row that another view adds. */
 function onRow(follower) {
   followers.add(follower);
   waiting.splice(0).forEach(follower);

@@ -1,5 +1,5 @@
 // Fields for the numbers of a fine-tune, made from the server's own description of `POST /finetune`. A field that is
-// left empty is not sent, so the trainer's default holds; the placeholder shows it.
+// left empty is not sent, so the trainer uses its default, which the placeholder shows.
 
 import { get } from "./api.js";
 import { element } from "./dom.js";
@@ -20,7 +20,7 @@ export class JobFields {
     );
   }
 
-  /** Asks for the description once; a failure is tried again at the next call. */
+  /** Requests the description once; after a failure, the next call tries again. */
   async load() {
     if (this.read.length) return;
     const { components } = await get("openapi.json");

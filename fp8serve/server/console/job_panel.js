@@ -1,4 +1,4 @@
-// One fine-tune job: how far it is, its losses as they come, its checkpoints, and what can be done with it.
+// One fine-tune job: its progress, its losses as they arrive, its checkpoints, and its buttons.
 
 import { events, get, post, remove, request, ROOT } from "./api.js";
 import { Chart } from "./chart.js";
@@ -146,7 +146,7 @@ export class JobPanel {
     ].filter(Boolean);
   }
 
-  /** Forgets the job and removes its files, when the person is sure. */
+  /** Deletes the job and its files after a confirmation. */
   async drop(job) {
     const name = job.fine_tuned_model ?? job.id;
     if (!confirm(`Delete ${name}, with its result and its checkpoints?`)) return;
@@ -244,7 +244,7 @@ function follow(id, take, ended) {
         }
       } catch (error) {
         const isRefusal = error.status >= 400 && error.status < 500 && error.status !== 429;
-        if (isRefusal) return; // whoever asks for the job itself is told why
+        if (isRefusal) return; // the request for the job itself shows the reason
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     }

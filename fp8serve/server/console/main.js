@@ -1,4 +1,4 @@
-// The frame: which view is shown, and what is asked of the server again and again while somebody looks.
+// The frame: which view is shown, and the requests that are repeated while the page is visible.
 
 import { get } from "./api.js";
 import { element, say } from "./dom.js";
@@ -13,7 +13,7 @@ const REFRESH_MS = 2000;
 const VIEWS = { chat: Chat, scales: Scales, finetune: Finetune, models: Models, requests: Requests };
 const NAMES = { chat: "Chat", scales: "Scales", finetune: "Fine-tune", models: "Models", requests: "Requests" };
 
-// A view is created when it is first opened and stays: a stream goes on while another view is looked at.
+// A view is created when it is first opened and is kept: a stream continues while another view is shown.
 const views = new Map();
 let shown = null;
 
@@ -69,7 +69,7 @@ async function refresh() {
     await current.view.refresh?.();
     say(current.problem, "");
   } catch (error) {
-    // the state in the header says what holds for the whole server; here is what this view alone cannot have
+    // the header shows faults of the whole server; this line shows the failure of this view
     say(current.problem, error.status === 0 || error.status === 503 ? "" : error.message, true);
   }
 }

@@ -110,7 +110,7 @@ function list(lines, at, source, depth) {
       items.at(-1).lines.push(...lines.slice(end, next).map((line) => cut(line, line.text.length)));
       end = next - 1;
     } else if (begins(text, depth) || !lines[end - 1].text.trim()) break;
-    else items.at(-1).lines.push(lines[end]); // the paragraph of the item goes on without an indentation
+    else items.at(-1).lines.push(lines[end]); // the paragraph of the item continues without an indentation
     end += 1;
   }
   const start = isNumbered ? { start: parseInt(mark, 10) } : {};
@@ -119,7 +119,7 @@ function list(lines, at, source, depth) {
   return [end - at, node];
 }
 
-/** Whether a list goes on with a line that stands behind empty ones. */
+/** Whether a list continues with a line that follows empty lines. */
 function goesOn(text, margin, isNumbered) {
   if (indent(text) > margin + 1) return true;
   const sign = text.match(ITEM)?.[2];

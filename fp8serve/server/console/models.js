@@ -1,4 +1,4 @@
-// Which weights serve, with their adapters, which could, and the change from one to another.
+// The weights that serve, with their adapters, the weights that could serve, and the change between them.
 
 import { get, send } from "./api.js";
 import { button, element, facts, labelled, renew, table } from "./dom.js";
@@ -57,7 +57,7 @@ export class Models {
     return [element("h3", {}, "Serving"), known, loading, rollBack];
   }
 
-  /** Where the server holds several models: each with its state. */
+  /** If the server has several models, lists each with its state. */
   several(models) {
     const rows = models.map(
       ({ name, default: isDefault, state, problem, served, in_flight: busy, memory_bytes: memory }) => [
@@ -84,7 +84,7 @@ export class Models {
   }
 
   act(name, work, properties = {}) {
-    const key = properties["aria-label"] ?? name; // by which it is found again when what is around it changes
+    const key = properties["aria-label"] ?? name; // identifies the button when the list is drawn again
     const act = () => work().then(() => this.refresh());
     return button(name, act, { report: announce, "data-key": key, ...properties });
   }
@@ -226,7 +226,7 @@ class Adapters {
     ]);
   }
 
-  /** Of an adapter whose model is still loading only the names are known. */
+  /** While the model of an adapter is loading, only the names are known. */
   row({ name, base, method, rank, root, in_flight: busy, bytes: memory }) {
     const kind = KINDS[method] ?? method ?? "–";
     const size = memory === null ? "–" : bytes(memory);

@@ -1,6 +1,6 @@
-// Numbers and times as people read them.
+// Numbers and times as text.
 
-/** Four digits, or a power of ten where these would not do; a dash for no number. */
+/** Four digits, or a power of ten for very large and small numbers; a dash for no number. */
 export function number(value) {
   if (value === null || value === undefined) return "–";
   if (Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3)) return value.toExponential(2);

@@ -119,7 +119,7 @@ export class Requests {
     renew(this.ends, pairs, () => [element("h3", {}, "Since the start"), facts(pairs)]);
   }
 
-  /** Of the models that draft: only their engines count by the place in a draft. */
+  /** Drafts are shown only for models that draft: only their engines count by the position in a draft. */
   drawDrafts(samples) {
     const of = (name) => Object.fromEntries(samples.by(`fp8serve_${name}_total`, "model"));
     const [drafts, proposed, accepted] = ["drafts", "draft_tokens", "accepted_draft_tokens"].map(of);
@@ -231,7 +231,7 @@ class Samples {
     this.all = parsed(text);
   }
 
-  /** The sum over all labels; null where there is no such series. */
+  /** The sum over all labels; null if there is no such series. */
   sum(name) {
     const samples = this.all.filter((sample) => sample.name === name);
     return samples.length ? samples.reduce((total, { value }) => total + value, 0) : null;

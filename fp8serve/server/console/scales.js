@@ -1,4 +1,4 @@
-// The scales of the weights that serve: what needs a look first, a map of all of them, and one of them in detail.
+// The scales of the weights that serve: problems first, then a map of all scales, and one scale in detail.
 
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
@@ -14,7 +14,7 @@ const HINT = "Choose a tensor to see its numbers and how they have moved: by a c
 
 export class Scales {
   constructor() {
-    this.past = { entries: [] }; // of the layer in detail, as /scales/history has it
+    this.past = { entries: [] }; // of the layer in detail, from /scales/history
     this.verdict = element("p", { id: "verdict", className: "verdict", role: "status" });
     this.list = element("ol", { className: "troubles" });
     this.by = element(
@@ -47,7 +47,7 @@ export class Scales {
     );
   }
 
-  /** Where the server holds several models, a choice between them. */
+  /** If the server has several models, a list to choose from. */
   offer(models) {
     const names = [...new Set(models.filter(writes).map((model) => model.parent ?? model.root ?? model.id))];
     const chosen = this.model.value;
@@ -77,7 +77,7 @@ export class Scales {
     return get(parameters.size ? `${path}?${parameters}` : path);
   }
 
-  /** Asks for the history of the layer in detail, and draws it. */
+  /** Requests the history of the layer in detail, and draws it. */
   async look() {
     const layer = this.inDetail;
     if (!layer || layer.scale === null) return;
@@ -123,7 +123,7 @@ export class Scales {
     this.look().catch(() => {}); // the next refresh asks again
   }
 
-  /** The layer that was chosen; of several in one cell the one with most trouble, and how many there are. */
+  /** The chosen layer. If a cell has several layers, the worst of them, and their number. */
   showDetail() {
     const layer = this.inDetail;
     if (!layer) return;

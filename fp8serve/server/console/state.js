@@ -1,4 +1,4 @@
-// Whether the server answers, which models it offers, and the one line below the header that says what goes on.
+// Whether the server answers, which models it offers, and the line below the header that shows its state.
 
 import { get, ROOT } from "./api.js";
 import { say } from "./dom.js";
@@ -14,7 +14,7 @@ const SENTENCES = {
 };
 
 let state = null;
-let result = { text: "", isError: false }; // of the last thing that a person asked for
+let result = { text: "", isError: false }; // of the last action
 let fading;
 const followers = new Set();
 export let models = [];
@@ -25,7 +25,7 @@ export function onModels(follower) {
   follower(models);
 }
 
-/** Asks for the state and the models. Never fails: no answer is a state. */
+/** Requests the state and the models. Never fails: "no answer" is a state. */
 export async function lookAtState() {
   show(await ready());
   if (state === "lost") return;
@@ -55,7 +55,7 @@ function show(now) {
   else line();
 }
 
-/** Says in the line below the header how something went; an empty text takes it away. */
+/** Shows the result of an action in the line below the header; an empty text removes it. */
 export function announce(text, isError = false) {
   result = { text, isError };
   clearTimeout(fading);

@@ -1,9 +1,9 @@
-// The change of the weights that serve, from wherever it is asked for, and the way back.
+// Changing the weights that serve, for all views, and going back to the previous weights.
 
 import { get, post } from "./api.js";
 import { announce } from "./state.js";
 
-let previous = null; // what served before the last change that this page made
+let previous = null; // the weights that served before the last change by this page
 let swapping = false;
 
 /**
@@ -33,7 +33,7 @@ export async function serve(source, name, base) {
   }
 }
 
-/** What served before may serve again, however much better the present weights are. */
+/** The previous weights may serve again, even if the present weights are much better. */
 function body(source) {
   const named = isJob(source) ? {} : { source };
   return source === previous?.source ? { ...named, max_perplexity_ratio: 1e9 } : named;
@@ -67,13 +67,13 @@ export async function load(source, shown) {
   }
 }
 
-/** Ends the serving of a model that was loaded. */
+/** Unloads a model. */
 export async function unload(name) {
   await post(`models/${encodeURIComponent(name)}/unload`);
   announce(`${name} is no longer served.`);
 }
 
-/** What to go back to from `served`: {source, model}, or null where there is nothing. `base`: the base model's name. */
+/** The weights before `served`: {source, model}, or null if there are none. `base`: the base model's name. */
 export function wayBack(served, base) {
   if (previous && previous.source !== served?.source) return previous;
   return served && served.source !== "base" ? { source: "base", model: base } : null;

@@ -82,7 +82,7 @@ export function tokenSpan(piece) {
   return span;
 }
 
-/** Makes the tokens in `area` tell: by pointer, and by the arrow keys once it has the focus. */
+/** Shows the probabilities of the tokens in `area` at the pointer, and by the arrow keys when `area` has the focus. */
 export function showTokensOn(area) {
   area.addEventListener("pointerover", (event) => (tokens.has(event.target) ? show(event.target) : hide()));
   area.addEventListener("pointerleave", hide);
@@ -129,7 +129,7 @@ function sentence({ name, logprob, top }) {
   return `${visible(name)} ${percent(Math.exp(logprob))}${others.length ? `; else ${others.join(", ")}` : ""}`;
 }
 
-/** Spaces and line breaks as something that can be seen. */
+/** Makes spaces and line breaks visible. */
 const visible = (text) => JSON.stringify(text);
 
 function show(span) {
@@ -161,7 +161,7 @@ function place(at) {
   box.style.top = `${Math.max(4, top)}px`;
 }
 
-/** Hides the box, whose token may be about to go. */
+/** Hides the box, because its token may be removed. */
 export function hide() {
   box.hidden = true;
 }

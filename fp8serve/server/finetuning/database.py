@@ -70,7 +70,7 @@ CREATE INDEX events_of_job ON events (job, seq);
 }
 """Statements that migrate each earlier schema version to the next one. Version 2 stored adapters as a list in one
 column of `activated`. Version 3 stored the number that the training process gave to each event, `origin`, instead of
-the byte offset behind the last stored event."""
+the byte offset after the last stored event."""
 
 
 class Database:
@@ -144,7 +144,7 @@ def _make_private(path: Path) -> None:
 
 
 def _bytes_through(path: Path, last_id: int | None) -> int:
-    """Returns the offset behind the event `last_id` in a job's events.jsonl. The migration of version 3 needs it."""
+    """Returns the offset after the event `last_id` in a job's events.jsonl. The migration of version 3 needs it."""
     offset = position = 0
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() and last_id is not None else []
     for line in lines:

@@ -90,7 +90,7 @@ class TrainingProcess:
 
 
 def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Returns the events in the complete lines behind `offset`, and the offset behind these lines.
+    """Returns the events in the complete lines from `offset` on, and the offset after these lines.
 
     The file is flushed to the disk first, because the database must not refer to lines that a power failure loses.
     """
@@ -256,9 +256,9 @@ class JobRunner:
     async def _follow(self, process: TrainingProcess) -> bool:
         """Stores the process's events until it ends, and stops it if the job is cancelled or paused.
 
-        Returns whether the job has a result, all of whose events are stored. A process that an earlier server started,
-        and that waited to run, may write events and a result while this one's last events are stored; then the next
-        pass finds them.
+        Returns whether the job has a result. It is looked up before the last events are stored, so all events of a
+        result are stored, too. A process that an earlier server started may write another result in the meantime; the
+        next call of `_run_process` finds it.
         """
         while True:
             has_ended = process.has_ended()

@@ -34,7 +34,7 @@ def trained(folder: Path, plan: ArmsPlan, arm: Arm) -> tuple[Training, list[floa
     return training, [training.take(batch, training.rate(step)) for step, batch in enumerate(training.batches())]
 
 
-def test_arms_differ_by_the_recipe_alone(tmp_path: Path) -> None:
+def test_arms_differ_only_by_the_recipe(tmp_path: Path) -> None:
     plan = ArmsPlan(steps=6, lr=1e-2, **SMALL)
     folder = arms.write_model(tmp_path, plan, 0)
     bf16, losses = trained(folder, plan, Arm())
@@ -78,7 +78,7 @@ def test_every_part_can_be_trained(tmp_path: Path) -> None:
         assert len(trained(folder, plan, arm)[1]) == 1, name
 
 
-def test_runs_that_are_done_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_does_not_repeat_finished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ARMS", parts.BF16 | {"current": Arm("current")})
     plan = PartsPlan(steps=2, **SMALL)
     first = parts.study(tmp_path, plan, quiet)

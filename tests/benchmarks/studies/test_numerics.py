@@ -54,7 +54,7 @@ def test_spikes(scenario: str, history: int, margin: int, steps_to_recover: int)
     assert case["before_db"] == pytest.approx(31.5, abs=0.3)
 
 
-def test_what_is_said_of_a_spike_that_is_remembered_to_the_end() -> None:
+def test_a_spike_that_the_history_keeps_to_the_end_has_not_recovered() -> None:
     assert not spikes._case("once", 128, 7, spikes.START + 40)["recovered"]
 
 

@@ -28,7 +28,7 @@ def test_equal_values_are_counted_and_the_largest_difference_is_reported(
         return nullcontext(SimpleNamespace(post=None))
 
     def ask(post: Any, name: Any, prompts: Any) -> dict[str, list[Returned]]:
-        """The last five log-probabilities of a prompt, one of them wrong."""
+        """Returns the last five log-probabilities of a prompt, one of them wrong."""
         how = {"recipe": started[-1]["--recipe"], "kv_cache_dtype": started[-1]["--kv-cache-dtype"]}
         values = log_probs(model, prompts[:1], **how)[0][-5:].tolist()
         return {"prompt": [Returned(prompts[0], [*values[:-1], values[-1] - 0.5])]}

@@ -29,12 +29,12 @@ vocabulary = int(sys.argv[1])
 print("a library says hello", flush=True)
 print(json.dumps({"bytes": 1000, "name": "uniform"}), flush=True)
 for line in sys.stdin:
-    asked = json.loads(line)
-    if "logits" in asked:
-        np.save(asked["logits"], np.zeros((len(asked["ids"]), vocabulary), np.float32))
+    request = json.loads(line)
+    if "logits" in request:
+        np.save(request["logits"], np.zeros((len(request["ids"]), vocabulary), np.float32))
         print("{}", flush=True)
     else:
-        print(json.dumps({"tokens_per_second": float(asked["new"])}), flush=True)
+        print(json.dumps({"tokens_per_second": float(request["new"])}), flush=True)
 """
 
 
@@ -127,28 +127,28 @@ def test_intervals_hold_the_figure_and_narrow_with_documents() -> None:
     [
         ("raise SystemExit('no weights here')", "status 1: no weights here"),
         ("print('{}', flush=True); input(); print('{}', flush=True); input()", "no logits that can be read"),
-        (PEER.replace("len(asked['ids'])", "3").replace('len(asked["ids"])', "3"), "logits .* for"),
+        (PEER.replace("len(request['ids'])", "3").replace('len(request["ids"])', "3"), "logits .* for"),
     ],
 )
-def test_a_peer_that_fails_is_named(text: str, sentence: str, model: Path, tmp_path: Path) -> None:
+def test_the_error_names_the_peer_that_failed(text: str, sentence: str, model: Path, tmp_path: Path) -> None:
     peer = f"other={program(tmp_path, text, read_config(model).vocab_size)}"
     with pytest.raises(JobError, match=f"The peer other .*{sentence}"):
         quality.study(model, tmp_path, QualityOptions(methods=(), peers=(peer,), **SMALL | {"new": 0}), quiet)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("peer", ["=x", "name", "name="])
-def test_a_peer_without_a_name_or_a_place(peer: str, model: Path, tmp_path: Path) -> None:
+def test_a_peer_without_a_name_or_a_place_is_refused(peer: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(JobError, match="NAME=DIRECTORY"):
         quality.study(model, tmp_path, QualityOptions(methods=(), peers=(peer,), **SMALL), quiet)  # type: ignore[arg-type]
 
 
-def test_a_peer_that_cannot_be_started(model: Path, tmp_path: Path) -> None:
+def test_a_peer_that_cannot_be_started_is_refused(model: Path, tmp_path: Path) -> None:
     options = QualityOptions(methods=(), peers=("other=/no/such/program",), **SMALL)  # type: ignore[arg-type]
     with pytest.raises(JobError, match="The peer other cannot be started"):
         quality.study(model, tmp_path, options, quiet)
 
 
-def test_methods_that_do_not_exist() -> None:
+def test_methods_that_do_not_exist_are_refused() -> None:
     with pytest.raises(JobError, match="no method 'int4'; choose from static, "):
         QualityOptions(methods=("int4",))
 

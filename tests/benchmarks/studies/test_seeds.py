@@ -56,7 +56,9 @@ def test_mean_scatter_and_curves(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([study(0, 0.0), {"study": "numerics"}], "is not a result of the training study"),
     ],
 )
-def test_what_cannot_be_compared(studies: list[dict[str, Any]], sentence: str, tmp_path: Path) -> None:
+def test_studies_that_cannot_be_compared_are_refused(
+    studies: list[dict[str, Any]], sentence: str, tmp_path: Path
+) -> None:
     with pytest.raises(JobError, match=sentence):
         seeds.read(write_studies(tmp_path, *studies))
     with pytest.raises(JobError, match="cannot be read"):

@@ -29,7 +29,7 @@ def quiet(name: str, step: int, total: int) -> None:
     pass
 
 
-def test_a_study_and_going_on_with_it(tmp_path: Path) -> None:
+def test_a_study_continues_where_it_stopped(tmp_path: Path) -> None:
     steps: list[tuple[str, int]] = []
     first = training.study(tmp_path, PLAN, lambda name, step, total: steps.append((name, step)))
     assert steps == [(n, s) for n in ("bf16", "delayed") for s in (1, 2, 3, 4)] + [
@@ -77,7 +77,7 @@ def test_other_bytes_would_be_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"), [({"recipes": ("fp4",)}, "no recipe 'fp4'"), ({"steps": 5}, "even number")]
 )
-def test_plans_that_cannot_be_run(change: dict[str, Any], sentence: str) -> None:
+def test_plans_that_cannot_be_run_are_refused(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(JobError, match=sentence):
         replace(PLAN, **change)
 

@@ -29,7 +29,7 @@ template <class F>
     std::cout << error.what() << '\n';
     status = 1;
   }
-  for (const std::string& site : settings.met) std::cout << site << '\n';
+  for (const std::string& site : settings.reached) std::cout << site << '\n';
   std::cout.flush();
   std::_Exit(status);  // threads that an error has stopped hold memory that only they may free
 }

@@ -11,25 +11,26 @@ namespace fp8serve::emulator {
 
 namespace {
 
-// The last answer, cached because the threads of a block come to the same site one after the other.
-struct Answer {
+// Whether the barrier or wait at a place (site) of the source is executed; a test can leave one out. The last
+// decision is cached because the threads of a block reach the same site one after the other.
+struct Decision {
   const char* file = nullptr;
   unsigned line = 0;
-  bool obeyed = true;
+  bool executed = true;
 } last;
 
-Answer look_up(const std::source_location& site) {
+Decision decide(const std::source_location& site) {
   const std::string name = name_of(site);
-  settings.met.insert(name);
+  settings.reached.insert(name);
   return {site.file_name(), site.line(), name != settings.left_out};
 }
 
 }  // namespace
 
-bool obeyed(const std::source_location& site) {
+bool is_executed(const std::source_location& site) {
   const races::Unwatched bookkeeping;
-  if (site.file_name() != last.file || site.line() != last.line) last = look_up(site);
-  return last.obeyed;
+  if (site.file_name() != last.file || site.line() != last.line) last = decide(site);
+  return last.executed;
 }
 
 }  // namespace fp8serve::emulator
@@ -38,7 +39,7 @@ using namespace fp8serve::emulator;  // NOLINT: all of it
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-EXPORTED void emulator_be(int capability, int multiprocessors, int shared_bytes) {
+EXPORTED void emulator_set_chip(int capability, int multiprocessors, int shared_bytes) {
   settings.chip = {capability, multiprocessors, shared_bytes};
 }
 
@@ -47,7 +48,7 @@ EXPORTED void emulator_run_backwards(bool backwards) { settings.backwards = back
 // From now on a simulated kernel writes this memory before each kernel that is launched early.
 // ThreadSanitizer reports a kernel that accesses the memory without waiting for earlier kernels. If `at` is
 // null, no memory is written any more.
-EXPORTED void emulator_wrote_earlier(void* at, size_t bytes) {
+EXPORTED void emulator_add_earlier_write(void* at, size_t bytes) {
   at == nullptr ? settings.earlier.clear() : settings.earlier.push_back({at, bytes});
 }
 
@@ -84,11 +85,11 @@ EXPORTED const char* emulator_launches() {
 }
 
 // Returns the barriers and waits that kernels have reached since the last call, one per line.
-EXPORTED const char* emulator_met() {
+EXPORTED const char* emulator_take_reached_sites() {
   static std::string lines;
   std::ostringstream out;
-  for (const std::string& site : settings.met) out << site << '\n';
-  settings.met.clear();
+  for (const std::string& site : settings.reached) out << site << '\n';
+  settings.reached.clear();
   last = {};
   return (lines = out.str()).c_str();
 }

@@ -107,7 +107,7 @@ def test_a_checkpoint_is_saved_and_loaded(tmp_path: Path) -> None:
     assert [step(source, n) for n in range(2, 5)] == [step(target, n) for n in range(2, 5)]
 
 
-def test_a_compiled_model_is_named_like_the_original() -> None:
+def test_the_state_dict_of_a_compiled_model_has_the_names_of_the_original() -> None:
     source, target = prepared(network()), prepared(network())
     step(source, 0)
     state_dict = get_model_state_dict(torch.compile(source[0], backend="eager"))

@@ -13,7 +13,7 @@ def write(path: Path, *lines: str) -> Path:
 
 
 def key_of(scope: str) -> str:
-    """The key that `one_for_each_scope` writes for a scope."""
+    """Returns the key that `one_for_each_scope` writes for a scope."""
     return f"the-key-for-{scope}"
 
 

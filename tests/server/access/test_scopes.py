@@ -17,7 +17,7 @@ CLOSED = ["/nope", "/finetune/x/y", "/v1", "/v1/", "/v1//models", "/generate/", 
 
 
 def routes() -> list[tuple[str, str]]:
-    """Every method and path that a router of ours answers."""
+    """Returns every method and path that fp8serve's routers answer."""
     routers = (*(module.router for module in ROUTES), pages())
     pairs = ((route, method) for router in routers for route in router.routes for method in route.methods)
     return sorted({(method, route.path) for route, method in pairs if route.path not in OPEN_PATHS})

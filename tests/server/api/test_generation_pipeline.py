@@ -35,7 +35,7 @@ BODIES = {
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("last", ["http.response.start", "http.response.body"])
 def test_a_stream_that_cannot_be_sent_frees_its_slots(start: Start, path: str, last: str) -> None:
-    """Also if the sending fails before the first output of the engine is read."""
+    """Sending may fail even before the first output of the engine is read."""
 
     async def send(message: MutableMapping[str, Any]) -> None:
         if message["type"] == last:

@@ -24,7 +24,7 @@ def output(text: str, token: int, top: tuple[int, ...] = (), **more: Any) -> Req
 
 
 async def completion(server: Server, **request: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The choice of a plain answer, and the choices of the chunks of the same answer streamed."""
+    """Returns the choice of a plain answer, and the choices of the chunks of the same answer streamed."""
     whole = (await server.client.post("/v1/completions", json=request)).json()["choices"][0]
     streamed = (await server.client.post("/v1/completions", json=request | {"stream": True})).text
     lines = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
@@ -66,7 +66,7 @@ async def test_offsets_are_places_in_the_returned_text(start: Start, text: str, 
 
 
 async def test_completions_list_the_token_itself_beside_the_most_likely_ones(start: Start) -> None:
-    """As with OpenAI and vLLM ("up to logprobs+1 elements"); a chat lists exactly `top_logprobs` alternatives."""
+    """OpenAI and vLLM do so, too ("up to logprobs+1 elements"). A chat lists exactly `top_logprobs` alternatives."""
     async with start() as server:
         whole, chunks = await completion(server, prompt="abc", max_tokens=2, logprobs=0)
         assert whole["logprobs"]["top_logprobs"] == [{token: -0.5} for token in whole["logprobs"]["tokens"]]
@@ -85,7 +85,7 @@ async def test_the_bytes_of_one_character_are_separate_tokens(start: Start) -> N
 
 
 def facts(tokenizer: Tokenizer) -> TokenizerFacts:
-    """The facts of a tokenizer, with the texts of all its tokens."""
+    """Returns the facts of a tokenizer, with the texts of all its tokens."""
     results = TokenizerFacts.from_tokenizer(tokenizer)
     results.table = TokenTable(TokenTable.serialize(tokenizer, tokenizer.vocab_size))
     return results

@@ -136,13 +136,13 @@ async def test_the_source_of_activate_requests_is_described(start: Start) -> Non
 
 
 def links_of(description: Any) -> list[Any]:
-    """Every link of the description, as schemathesis reads it."""
+    """Returns every link of the description, as schemathesis reads it."""
     operations = description.as_state_machine()._transitions.operations.values()
     return [link for operation in operations for link in operation.outgoing if not link.is_inferred]
 
 
 def answered(description: Any, path: str, file_id: str | None = None) -> StepOutput:
-    """The answer of an operation that creates a job or a file."""
+    """Returns the answer of an operation that creates a job or a file."""
     operation = description[path]["POST"]
     if path == "/v1/files":
         form = {"purpose": "fine-tune", "file": b'{"text": "x"}\n'}

@@ -108,7 +108,7 @@ async def test_an_empty_prompt_is_reported_by_the_field_of_the_route(
 
 
 async def test_the_end_is_part_of_the_text_and_of_its_log_probabilities(start: Start) -> None:
-    """With include_stop_str_in_output; without it, the tokens of a stop string are no part of the answer."""
+    """This holds with include_stop_str_in_output; without it, the tokens of a stop string are no part of the answer."""
     async with start() as server:
         request = {"prompt": "abcd", "max_tokens": 8, "stop": ["cd"], "logprobs": 0}
         for shows, text in ((False, "ab"), (True, "abcd")):
@@ -120,7 +120,7 @@ async def test_the_end_is_part_of_the_text_and_of_its_log_probabilities(start: S
             assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
 
 
-async def test_128_answers_to_one_prompt(start: Start) -> None:
+async def test_a_request_may_have_128_answers_to_one_prompt(start: Start) -> None:
     async with start() as server:
         response = (await server.client.post("/v1/chat/completions", json=CHAT | {"n": 128})).json()
         assert [choice["index"] for choice in response["choices"]] == list(range(128))
@@ -223,7 +223,7 @@ async def test_an_echo_and_prompt_logprobs_do_not_mix(start: Start) -> None:
             assert tops == ([None, {"b": -1.0}, {"c": -2.0}] if logprobs == 0 else None)
 
 
-async def test_details_of_the_prompt_on_the_native_route(start: Start) -> None:
+async def test_the_native_route_returns_details_of_the_prompt(start: Start) -> None:
     async with start() as server:
         parameters = {"max_new_tokens": 1, "details": True, "decoder_input_details": True}
         response = (await server.client.post("/generate", json={"inputs": "abc", "parameters": parameters})).json()
@@ -288,34 +288,34 @@ async def streamed(server: Server, route: str, body: dict[str, Any]) -> list[dic
     return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
 
 
-BEGUN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, \n"}]
+CONTINUED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, \n"}]
 
 
 def prompt_of(server: Server) -> str:
-    """The prompt of the engine's last request, as text."""
+    """Returns the prompt of the engine's last request, as text."""
     return byte_tokenizer().decode(list(server.launcher.engine.requests[-1].prompt_token_ids))
 
 
 async def test_a_final_assistant_message_is_continued(start: Start) -> None:
-    begun, whole = "<user>hi\n<assistant>Well, \n", "<user>hi\n<assistant>Well, \n\n"
+    continued, whole = "<user>hi\n<assistant>Well, \n", "<user>hi\n<assistant>Well, \n\n"
     fields = ("add_generation_prompt", "continue_final_message")
     async with start() as server:
         for values, prompt in (
             ((None, None), whole + "<assistant>"),
             ((True, False), whole + "<assistant>"),
             ((False, None), whole),
-            ((False, True), begun),
-            ((None, True), begun),
+            ((False, True), continued),
+            ((None, True), continued),
         ):
-            request = {"messages": BEGUN} | dict(zip(fields, values, strict=True))
+            request = {"messages": CONTINUED} | dict(zip(fields, values, strict=True))
             answer = await server.client.post("/v1/chat/completions", json=request | {"max_tokens": 2})
             assert (answer.status_code, prompt_of(server)) == (200, prompt)
             assert answer.json()["choices"][0]["message"]["content"] == "<u"  # the fake engine repeats its prompt
             assert (await server.client.post("/tokenize", json=request)).json()["count"] == len(prompt)
-        prefilled = await server.client.post("/v1/messages", json={"messages": BEGUN, "max_tokens": 2})
-        assert (prefilled.status_code, prompt_of(server)) == (200, begun)
-        counted = await server.client.post("/v1/messages/count_tokens", json={"messages": BEGUN})
-        assert counted.json() == {"input_tokens": len(begun)}
+        prefilled = await server.client.post("/v1/messages", json={"messages": CONTINUED, "max_tokens": 2})
+        assert (prefilled.status_code, prompt_of(server)) == (200, continued)
+        counted = await server.client.post("/v1/messages/count_tokens", json={"messages": CONTINUED})
+        assert counted.json() == {"input_tokens": len(continued)}
 
 
 CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
@@ -325,9 +325,9 @@ CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": 
 @pytest.mark.parametrize(
     "change",
     [
-        {"messages": BEGUN[:1]},
-        {"messages": [*BEGUN, CALLING]},
-        {"messages": BEGUN, "add_generation_prompt": True},
+        {"messages": CONTINUED[:1]},
+        {"messages": [*CONTINUED, CALLING]},
+        {"messages": CONTINUED, "add_generation_prompt": True},
     ],
 )
 async def test_a_conversation_that_cannot_be_continued_is_refused(

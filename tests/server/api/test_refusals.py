@@ -44,7 +44,7 @@ OLLAMA = ["/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/embed", 
 
 
 @pytest.mark.parametrize("path", OLLAMA)
-async def test_ollamas_clients_are_told_what_to_use(start: Start, path: str) -> None:
+async def test_the_error_tells_ollamas_clients_what_to_use(start: Start, path: str) -> None:
     """Ollama's clients print only `error`. `/api/generate` looks like our /generate, which they cannot use."""
     async with start() as server:
         answer = await server.client.request("POST" if path != "/api/tags" else "GET", path)

@@ -28,7 +28,7 @@ async def test_requests_under_way_are_listed_with_how_far_they_are(start: Start)
     async with start(slow()) as server:
         engine = server.launcher.engine
         assert (await server.client.get("/requests")).json() == {"requests": [], "total": 0}
-        engine.delay = 1000.0  # nothing comes until it is told to
+        engine.delay = 1000.0  # the engine sends nothing until the test lowers the delay
         body = {"prompt": ["abc", "defg"], "n": 2, "max_tokens": 50}
         headers = {"x-request-id": "mine"}
         pending = asyncio.create_task(server.client.post("/v1/completions", json=body, headers=headers))

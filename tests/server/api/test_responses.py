@@ -79,8 +79,8 @@ async def test_a_stream_builds_the_same_response(talking: Any) -> None:
         output = stream[-1]["response"]["output"]
         assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
         assert [e["item"] for e in stream if e["type"] == "response.output_item.done"] == output
-        begun = [e["item"]["id"] for e in stream if e["type"] == "response.output_item.added"]
-        assert begun == [item["id"] for item in output]
+        added_ids = [e["item"]["id"] for e in stream if e["type"] == "response.output_item.added"]
+        assert added_ids == [item["id"] for item in output]
         joined: dict[str, str] = {}
         for e in stream:
             if e["type"].endswith(".delta"):

@@ -15,7 +15,7 @@ WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
-    """The `tool_choice` of a client that allows these tools."""
+    """Returns the `tool_choice` of a client that allows these tools."""
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
@@ -89,7 +89,7 @@ async def test_a_call_that_a_stop_string_cuts_off_is_no_reason_to_call(talking: 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_required_call_that_is_cut_off_does_not_become_content(talking: Any, stream: bool) -> None:
-    """At every limit of tokens, which are bytes here, that cuts off the second call."""
+    """Tries every `max_tokens` that cuts off the second call. A token is a byte here."""
     async with talking() as server:
         for tokens in range(len(CALL), len(CALL) + 45):
             response = await ask(server, CALL + CALL, max_tokens=tokens, tool_choice="required", stream=stream)

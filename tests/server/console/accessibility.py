@@ -35,12 +35,12 @@ return texts;
 
 
 def tree(browser: Browser) -> list[dict[str, Any]]:
-    """The nodes of the accessibility tree, without those that assistive technology ignores."""
+    """Returns the nodes of the accessibility tree, without those that assistive technology ignores."""
     return [node for node in browser.cdp("Accessibility.getFullAXTree")["nodes"] if not node.get("ignored")]
 
 
 def nameless(browser: Browser) -> list[str]:
-    """The roles of the controls that have no name."""
+    """Returns the roles of the controls that have no name."""
     return [
         node["role"]["value"]
         for node in tree(browser)
@@ -49,11 +49,11 @@ def nameless(browser: Browser) -> list[str]:
 
 
 def landmarks(browser: Browser) -> set[str]:
-    """The landmark roles that the page has."""
+    """Returns the landmark roles that the page has."""
     roles = {"banner", "navigation", "main", "contentinfo"}
     return roles & {node["role"]["value"] for node in tree(browser)}
 
 
 def low_contrast_texts(browser: Browser) -> list[str]:
-    """The visible texts whose contrast ratio is below CONTRAST, each after its ratio."""
+    """Returns the visible texts whose contrast ratio is below CONTRAST, each after its ratio."""
     return list(browser.run(LOW_CONTRAST, CONTRAST))

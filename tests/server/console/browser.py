@@ -161,7 +161,7 @@ class Browser:
         self.cdp("Storage.clearDataForOrigin", origin=origin, storageTypes="local_storage")
 
     def complaints(self) -> list[str]:
-        """The browser's errors since the last call."""
+        """Returns the browser's errors since the last call."""
         entries = self.ask(f"{self.session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 

@@ -41,7 +41,7 @@ def chunk(finish: str | None = None, logprobs: list[Any] | None = None, **delta:
 
 
 def token(text: bytes, logprob: float, *others: tuple[str, float]) -> dict[str, Any]:
-    """A token of a piece's log-probabilities. others: its alternatives, with their log-probabilities."""
+    """Returns a token of a piece's log-probabilities. others: its alternatives, with their log-probabilities."""
     try:
         name = text.decode()
     except UnicodeDecodeError:

@@ -41,7 +41,7 @@ def test_live_scales_have_a_map_a_detail_and_a_history(browser: Browser, scaled:
 
 
 @pytest.mark.smoke
-def test_scales_that_follow_every_input_are_said_to(browser: Browser, server: Process) -> None:
+def test_the_page_says_that_scales_follow_every_input(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/scales")
     browser.until("document.getElementById('verdict').textContent.startsWith('These scales follow every input')")
     assert browser.complaints() == []

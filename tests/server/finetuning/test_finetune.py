@@ -50,10 +50,10 @@ async def wait_for(server: Server, job_id: str, *states: str) -> dict[str, Any]:
 
 
 async def wait_for_step(server: Server, job_id: str) -> None:
-    async def begun() -> bool:
+    async def has_progress() -> bool:
         return bool((await server.client.get(f"/finetune/{job_id}")).json()["progress"])
 
-    await eventually(begun, "the first step")
+    await eventually(has_progress, "the first step")
 
 
 def unblock_job(server: Server, job_id: str) -> None:
@@ -226,7 +226,7 @@ async def test_cancel(start: Start, mood: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_paused_job_frees_its_process_and_goes_on_where_it_was(start: Start) -> None:
-    """A pause lasts over a restart of the server. A job behind it runs meanwhile; one that waits is paused at once."""
+    """A job stays paused when the server restarts. Meanwhile the next job runs. A queued job is paused immediately."""
     async with start() as server:
         job, other = await submit(server, "held"), await submit(server)
         await wait_for_step(server, job["id"])
@@ -254,7 +254,7 @@ async def test_a_paused_job_frees_its_process_and_goes_on_where_it_was(start: St
 
 @pytest.mark.slow
 async def test_a_paused_job_ends_with_the_bytes_of_one_that_was_not(start: Start, tmp_path: Path) -> None:
-    """With the real training process, which is paused after its first step."""
+    """The job runs the real training process, which is paused after its first step."""
     sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
     model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)
     async with start(worker=TRAINING_COMMAND, model=model) as server:
@@ -345,7 +345,7 @@ async def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: 
     async with start() as server:
         job = await submit(server, "held")
         await wait_for_step(server, job["id"])
-        server.state.runner._process = None  # as if this front had been killed: nobody stops the worker
+        server.state.runner._process = None  # as if this front had been killed: the worker is not stopped
         task = server.state.runner._task
         assert task is not None
         task.cancel()

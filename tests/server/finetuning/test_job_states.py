@@ -243,7 +243,7 @@ async def test_jobs_of_older_versions_are_listed_in_both_formats(start: Start, s
 
 
 def layout(path: Path) -> dict[str, list[tuple[object, ...]]]:
-    """The columns of each table, and the indices."""
+    """Returns the columns of each table, and the indices."""
     with closing(sqlite3.connect(path)) as db:
         names = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'")]
         columns = {name: db.execute(f"PRAGMA table_info({name})").fetchall() for name in names}
@@ -260,7 +260,7 @@ TestJobTable = JobTable.TestCase
 TestJobTable.settings = settings(max_examples=60, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
-def test_a_table_of_another_layout_is_named_and_left_alone(tmp_path: Path) -> None:
+def test_a_table_of_another_layout_is_refused_and_not_changed(tmp_path: Path) -> None:
     table = tmp_path / "jobs.sqlite3"
     with closing(sqlite3.connect(table)) as newer:
         newer.execute("PRAGMA user_version=9")

@@ -27,7 +27,7 @@ async def remove(server: Server, job: str) -> tuple[int, str]:
 
 
 async def servable(server: Server) -> str:
-    """A job that has succeeded, with a result from which another job can start."""
+    """Returns a job that has succeeded, with a result from which another job can start."""
     job = await trained(server)
     shutil.copytree(server.state.settings.model, server.state.runner.job_dir(job) / "out/model", dirs_exist_ok=True)
     return job
@@ -87,7 +87,7 @@ async def test_a_job_from_which_a_running_job_started_cannot_be_deleted(start: S
         assert not is_gone(server, second["id"])
 
 
-async def test_only_the_newest_jobs_are_kept(start: Start) -> None:
+async def test_the_server_keeps_the_newest_jobs_and_the_served_one(start: Start) -> None:
     async with start(keep_jobs=2) as server:
         jobs = [await servable(server), await trained(server)]
         await server.client.post(f"/finetune/{jobs[0]}/activate")  # which stays, however old it is
@@ -139,7 +139,7 @@ async def test_metrics_of_a_job_without_a_step(start: Start) -> None:
 async def test_every_checkpoint_is_served_by_name_and_trained_on(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the real training process; the fake engine must know all ids of its tokenizer."""
+    """The job runs the real training process; the fake engine must know all ids of its tokenizer."""
     monkeypatch.setattr(fakes, "VOCABULARY", 320)
     sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
     model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)

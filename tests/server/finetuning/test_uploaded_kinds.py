@@ -90,7 +90,7 @@ async def test_an_unreadable_file_is_refused_with_the_reason(name: str, content:
 
 @pytest.mark.parametrize("padding", [0, 1 << 20])  # read here, and by a parser process
 @pytest.mark.parametrize("field", ["data", "validation_data"])
-async def test_a_key_that_a_row_of_a_body_has_twice(field: str, padding: int, start: Start) -> None:
+async def test_a_key_that_a_row_of_a_body_has_twice_is_refused(field: str, padding: int, start: Start) -> None:
     rows = json.dumps([ROWS[0], {"messages": [{"role": "user", "content": "a", "x": 1}]}]).replace('"x"', '"content"')
     other = "validation_data" if field == "data" else "data"
     async with start() as server:
@@ -101,7 +101,7 @@ async def test_a_key_that_a_row_of_a_body_has_twice(field: str, padding: int, st
             assert f"Row 2 of {field} has the key 'content' twice in one object" in answer.text
 
 
-async def test_parquet_with_other_columns(start: Start) -> None:
+async def test_a_parquet_file_with_other_columns_is_refused(start: Start) -> None:
     async with start() as server:
         file = await upload(server, "rows.parquet", parquet({"question": ["a"], "answer": ["b"]}))
         answer = await server.client.post("/finetune", json={"file_id": file["id"]})
@@ -151,7 +151,7 @@ async def test_a_compressed_validation_file_is_not_read_by_the_http_process(
 
 @pytest.mark.parametrize("name", bombs())
 async def test_the_contents_of_a_compressed_file_are_bounded(name: str, start: Start) -> None:
-    """On every route, and in the job's own process."""
+    """The limits apply on every route, and in the job's own process."""
     content, why = bombs()[name]
     assert len(content) < 20_000
     async with start(limits=ServerLimits(rows=1000, row_bytes=1000, upload_bytes=1 << 20)) as server:

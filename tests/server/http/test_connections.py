@@ -39,7 +39,7 @@ def answer(port: int, data: bytes = HEALTH) -> bytes:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server has closed the connection. Reads the data that it sent before."""
+    """Returns whether the server has closed the connection. Reads the data that it sent before."""
     connection.settimeout(0.01)
     try:
         while connection.recv(65536):
@@ -117,7 +117,7 @@ def test_a_connection_is_refused_while_all_others_are_busy(tmp_path: Path) -> No
         busy: list[socket.socket] = []
 
         def is_refused_beside_one_more() -> bool:
-            busy.append(connected(stack, process.port, body))  # it may give way itself, before its header is read
+            busy.append(connected(stack, process.port, body))  # the server may close it before its header is read
             return answer(process.port).startswith(b"HTTP/1.1 503")
 
         until(is_refused_beside_one_more)

@@ -63,7 +63,7 @@ def records() -> Iterator[Records]:
         ([], None),
     ],
 )
-def test_the_trace_is_taken_from_a_valid_header_alone(headers: list[str], expected: tuple[str, str] | None) -> None:
+def test_only_a_valid_header_sets_the_trace(headers: list[str], expected: tuple[str, str] | None) -> None:
     scope = {"headers": [(b"traceparent", value.encode("latin-1")) for value in headers]}
     assert trace_context(scope) == expected
 
@@ -146,7 +146,7 @@ async def test_no_secret_and_no_text_of_a_request_is_in_any_record(start: Start,
 
 
 def test_a_server_writes_nothing_but_json(tmp_path: Path) -> None:
-    """From the first line to the last, requests, a job and the stop included."""
+    """The log is JSON from the first line to the last, including requests, a job and the stop."""
     log = tmp_path / "log"
     model = model_dir(tmp_path / "tiny")
     options = {"model": str(model), "data_dir": str(tmp_path / "data"), "fake": True, "log_format": "json"}

@@ -36,7 +36,7 @@ CREDENTIALS: list[dict[str, str]] = [
 
 
 def paths(app: FastAPI) -> list[str]:
-    """Every route, with its parameters' names as their values; those that /docs hides, too."""
+    """Returns every route, with its parameters' names as their values; those that /docs hides, too."""
     listed = [path.replace("{", "").replace("}", "") for path in app.openapi()["paths"]]
     return [*listed, *PAGES, "/ping", "/generate/stream"]
 
@@ -101,10 +101,8 @@ HOSTS = [
 
 
 @pytest.mark.parametrize(("host", "status"), HOSTS)
-async def test_a_keyless_server_of_this_machine_answers_to_its_names_alone(
-    start: Start, host: str, status: int
-) -> None:
-    """Otherwise a page whose host name resolves to 127.0.0.1 (DNS rebinding) could start fine-tunes."""
+async def test_a_keyless_server_answers_only_to_names_of_this_machine(start: Start, host: str, status: int) -> None:
+    """If it answered to others, a page whose host name resolves to 127.0.0.1 (DNS rebinding) could start fine-tunes."""
 
     async with start() as server:
         for method, path, data in (("GET", "/info", None), ("POST", "/finetune", {"data": [{"text": "x"}]})):
@@ -238,7 +236,7 @@ async def test_prompts_and_keys_stay_out_of_logs_and_metrics(start: Start, caplo
         assert KEY not in sinks
 
 
-async def test_request_ids_are_ours_unless_they_are_plain(start: Start) -> None:
+async def test_an_unusual_request_id_is_replaced_by_a_generated_one(start: Start) -> None:
     async with start() as server:
         assert (await server.client.get("/version", headers={"x-request-id": "abc-1"})).headers[
             "x-request-id"
@@ -299,7 +297,9 @@ class Client:
         self.pieces, self.events = list(pieces), list[str]()
 
     async def receive(self) -> Any:
-        assert self.pieces, "nothing is read behind the end of the body, which would wait for the client to go"
+        assert self.pieces, (
+            "nothing is read after the end of the body, because that would wait until the client disconnects"
+        )
         self.events.append("read")
         return {"type": "http.request", "body": self.pieces.pop(0), "more_body": bool(self.pieces)}
 

@@ -111,7 +111,7 @@ def test_liveness_is_answered_before_a_long_request_is(server: Process, name: st
 
 @pytest.mark.smoke
 def test_a_short_request_does_not_wait_for_a_long_one(server: Process) -> None:
-    """Also if the short request needs a parser process, as every conversation does."""
+    """The short request needs a parser process, too, as every conversation does."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -256,7 +256,7 @@ def test_a_long_request_is_the_same_job_as_before(server: Process) -> None:
     assert (other.status_code, other.json()["code"]) == (409, "idempotency_mismatch")
 
 
-def test_a_bad_row_of_many_is_named(server: Process) -> None:
+def test_the_error_names_the_bad_row_of_many(server: Process) -> None:
     answer = server.client.post("/finetune", json={"data": [*ROWS[:2000], {"word": "x"}]})
     assert answer.status_code == 422
     assert "2001" in answer.json()["error"]

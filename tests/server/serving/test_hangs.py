@@ -184,7 +184,7 @@ def test_a_heartbeat_says_how_long_a_step_has_been_going(monkeypatch: pytest.Mon
             return []
 
         def save_prefixes(self) -> None:
-            """It has none."""
+            """Does nothing: the fake engine has no prefixes."""
 
     class Line:
         def __init__(self) -> None:

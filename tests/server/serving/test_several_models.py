@@ -501,7 +501,7 @@ def test_an_invalid_model_option_is_refused_with_one_sentence(text: str, words: 
         NamedModel.parse(text)
 
 
-def test_a_model_of_the_command_line() -> None:
+def test_a_model_option_is_parsed() -> None:
     recipe = json.dumps({"name": "DelayedScaling", "margin": 1})
     named = NamedModel.parse(f"x=./a,b,max-model-len=64,kv_cache_dtype=fp8,tool_parser=hermes,recipe={recipe}")
     assert (named.name, named.directory) == ("x", Path("./a,b"))

@@ -64,7 +64,7 @@ async def version(server: Server) -> str:
 
 
 async def fine_tuned(server: Server) -> str:
-    """A job whose result looks like another version of the model."""
+    """Returns a job whose result looks like another version of the model."""
     job = await trained(server)
     result = server.state.runner.result_dir(server.state.jobs.get(job))
     for file in server.state.settings.model.iterdir():

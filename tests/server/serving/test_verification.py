@@ -76,7 +76,7 @@ async def test_an_activation_that_fails_is_logged_with_the_job_and_the_model(
         assert [text for text in warnings if text.startswith(f"failed to activate '{job}' as the model {name}: ")]
 
 
-async def test_an_unknown_source_of_an_activation_is_named(start: Start) -> None:
+async def test_the_error_names_an_unknown_source_of_an_activation(start: Start) -> None:
     async with start() as server:
         name = server.state.models.default.name
         for source in ("ftjob-of-nobody", "ftjob-of-nobody:ckpt-step-3"):

@@ -93,7 +93,7 @@ async def test_a_model_with_adapters_keeps_its_weights(start: Start, more: Path)
         assert server.launcher.engine.weights == []
 
 
-async def test_a_further_model_by_its_name(start: Start, more: Path) -> None:
+async def test_a_push_names_a_further_model_by_its_name(start: Start, more: Path) -> None:
     async with start(models_dir=more, models=(NamedModel("small", more / "policy" / "step-1"),)) as server:
         await eventually(lambda: server.state.started)
         answer = (await push(server, "policy/step-2", model="small")).json()

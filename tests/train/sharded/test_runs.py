@@ -61,7 +61,7 @@ def test_an_fp8_base_model(configure: Configure, tmp_path: Path, fp8_dir: Path) 
     assert_trains_as_one(configure, tmp_path, model=str(fp8_dir), recipe_options={"reduce_amax": False})
 
 
-def test_three_processes_whose_shards_are_uneven(configure: Configure, tmp_path: Path) -> None:
+def test_three_processes_with_uneven_shards_have_the_losses_of_one(configure: Configure, tmp_path: Path) -> None:
     """Shards have 22, 22 and 20 of 64 rows. AdamW rounds the elements after the last 16 of a tensor differently."""
     options = {**SHARED, "recipe": "bf16"}
     train_on(1, configure(**options, out=str(tmp_path / "1")))
@@ -122,26 +122,26 @@ def _refused(rank: int, config: str) -> str:
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 def test_shards_that_split_a_block_of_8_bit_moments_are_refused(configure: Configure) -> None:
     """Half of a 64 x 64 matrix has 2048 elements."""
-    told = on_ranks(2, _refused, configure(accumulate=2, optimizer_states="8bit", fsdp=True).to_json())
-    assert told[0] == told[1]
-    assert "2 processes divide model.layers.0" in told[0]
-    assert "use fp32, another number of processes, or no fsdp" in told[0]
+    messages = on_ranks(2, _refused, configure(accumulate=2, optimizer_states="8bit", fsdp=True).to_json())
+    assert messages[0] == messages[1]
+    assert "2 processes divide model.layers.0" in messages[0]
+    assert "use fp32, another number of processes, or no fsdp" in messages[0]
 
 
 def test_fsdp_is_refused_on_one_process(configure: Configure) -> None:
-    told: list[dict[str, Any]] = []
-    result = Trainer(configure(fsdp=True)).run(told.append)
+    events: list[dict[str, Any]] = []
+    result = Trainer(configure(fsdp=True)).run(events.append)
     assert result.status == "succeeded"
-    assert "There is one process, so fsdp shards nothing" in [e["message"] for e in told if e["type"] == "message"]
+    assert "There is one process, so fsdp shards nothing" in [e["message"] for e in events if e["type"] == "message"]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"lora_rank": 4, "recipe": "rowwise"}, "an adapter has few of them; leave fsdp or lora_rank out"),
         ({"method": "grpo", "reward": "reward.py"}, "fsdp shards a model over several processes, and grpo uses one"),
     ],
 )
-def test_unsupported_options_are_refused_at_once(configure: Configure, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(JobError, match=said):
+def test_unsupported_options_are_refused_at_once(configure: Configure, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
         configure(fsdp=True, **options)

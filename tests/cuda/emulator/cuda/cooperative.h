@@ -30,16 +30,16 @@ inline unsigned load_acquire(const unsigned* at, const Site& site = Site::curren
   auto* const word = const_cast<unsigned*>(at);
   emulator::carry_acquire(word);
   const unsigned value = std::atomic_ref<unsigned>(*word).load(std::memory_order_relaxed);
-  if (emulator::obeyed(site)) emulator::races::happens_after(word);
+  if (emulator::is_executed(site)) emulator::races::happens_after(word);
   return value;
 }
 inline void store_release(unsigned* at, unsigned value, const Site& site = Site::current()) {
-  if (emulator::obeyed(site)) emulator::races::happens_before(at);
+  if (emulator::is_executed(site)) emulator::races::happens_before(at);
   emulator::carry_release(at);
   std::atomic_ref<unsigned>(*at).store(value, std::memory_order_relaxed);
 }
 inline void add_release(unsigned* at, unsigned value, const Site& site = Site::current()) {
-  if (emulator::obeyed(site)) emulator::races::happens_before(at);
+  if (emulator::is_executed(site)) emulator::races::happens_before(at);
   emulator::carry_release(at);
   std::atomic_ref<unsigned>(*at).fetch_add(value, std::memory_order_relaxed);
 }
@@ -48,10 +48,10 @@ inline int rank_in_cluster() {
   return static_cast<int>(emulator::machine.block->place % emulator::machine.cluster);
 }
 inline void cluster_arrive(const Site& site = Site::current()) {
-  emulator::arrive_at_cluster(emulator::obeyed(site));
+  emulator::arrive_at_cluster(emulator::is_executed(site));
 }
 inline void cluster_wait(const Site& site = Site::current()) {
-  emulator::wait_for_cluster(emulator::obeyed(site));
+  emulator::wait_for_cluster(emulator::is_executed(site));
 }
 template <class T>
 T* shared_of_rank(T* shared, int rank) {

@@ -124,13 +124,13 @@ inline void set_zero(void* memory, size_t bytes, Stream) {
 using Site = std::source_location;
 
 inline void __syncthreads(const Site& site = Site::current()) {
-  if (emulator::obeyed(site)) emulator::wait_for_block();
+  if (emulator::is_executed(site)) emulator::wait_for_block();
 }
 inline void __syncwarp(const Site& site = Site::current()) {
-  if (emulator::obeyed(site)) emulator::wait_for_warp();
+  if (emulator::is_executed(site)) emulator::wait_for_warp();
 }
 inline void after_earlier_kernels(const Site& site = Site::current()) {
-  emulator::wait_for_earlier_kernels(emulator::obeyed(site));
+  emulator::wait_for_earlier_kernels(emulator::is_executed(site));
 }
 inline void prefetch_to_l2(const void*) {}
 template <class T>
@@ -183,7 +183,7 @@ inline int atomicExch(int* at, int value) {
   return std::atomic_ref<int>(*at).exchange(value, std::memory_order_relaxed);
 }
 inline void __threadfence(const Site& site = Site::current()) {
-  if (emulator::machine.concurrent && emulator::obeyed(site)) emulator::fence_device();
+  if (emulator::machine.concurrent && emulator::is_executed(site)) emulator::fence_device();
 }
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
   emulator::note_atomic(at);
@@ -216,7 +216,7 @@ template <class T>
 T max(T a, T b) {
   return a < b ? b : a;
 }
-// As on the GPU: of a NaN and a number the result is the number, also for signalling NaNs, which C++ would
+// On a GPU, the maximum of a NaN and a number is the number, even for a signalling NaN, which C++ would
 // propagate.
 inline float fmaxf(float a, float b) { return std::isnan(a) ? b : std::isnan(b) || b < a ? a : b; }
 inline float fminf(float a, float b) { return -fmaxf(-a, -b); }
@@ -272,7 +272,7 @@ inline void copy_commit() {
 }
 template <int kPending>
 void copy_wait(const Site& site = Site::current()) {
-  if (!emulator::obeyed(site)) return;
+  if (!emulator::is_executed(site)) return;
   auto& groups = emulator::machine.self().copies;
   while (groups.size() > kPending + 1) {
     for (const auto& copy : groups.front()) {

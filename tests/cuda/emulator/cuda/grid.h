@@ -15,7 +15,7 @@
 
 namespace fp8serve::emulator {
 
-// If threads poll so often while no thread ends and none writes a word atomically, they poll for ever.
+// Threads that poll this often, while no thread ends or writes a word atomically, are taken to poll for ever.
 constexpr unsigned long kMostPolls = 1 << 18;
 
 inline unsigned blocks_of(const dim3& grid) { return grid.x * grid.y * grid.z; }
@@ -90,27 +90,27 @@ inline unsigned begin_blocks(unsigned next, unsigned most) {
   return next;
 }
 
-// The two points in time of a cluster's barrier are with its first block.
+// The first block of a cluster stores the two points in time of the cluster's barrier.
 inline char* cluster_point(unsigned turn) {
   return &machine.blocks[machine.block->place / machine.cluster * machine.cluster].cluster_barrier[turn % 2];
 }
 
-// If the barrier is not `obeyed`, these wait as usual, but order nothing.
-inline void arrive_at_cluster(bool obeyed) {
+// If the barrier is not `executed`, both functions wait as usual, but order nothing.
+inline void arrive_at_cluster(bool executed) {
   Thread& self = machine.self();
   if (self.cluster_arrivals != self.cluster_waits) refuse("a thread arrives twice at its cluster's barrier");
   char* const point = cluster_point(self.cluster_arrivals);
-  if (obeyed) races::happens_before(point);
+  if (executed) races::happens_before(point);
   races::stop_watching();
   ++self.cluster_arrivals;
   races::watch();
 }
-inline void wait_for_cluster(bool obeyed) {
+inline void wait_for_cluster(bool executed) {
   Thread& self = machine.self();
   if (self.cluster_arrivals == self.cluster_waits) refuse("a thread waits for its cluster before it arrives");
   char* const point = cluster_point(self.cluster_waits);
   wait(State::at_cluster_barrier);
-  if (obeyed) races::happens_after(point);
+  if (executed) races::happens_after(point);
   races::stop_watching();
   ++self.cluster_waits;
   races::watch();
@@ -238,7 +238,7 @@ inline bool is_declared_used() {
   });
 }
 
-// Runs the kernel of which `machine` has the shape and the body.
+// Runs the kernel whose shape and body are in `machine`.
 inline void run_grid(bool concurrent) {
   const races::Unwatched bookkeeping;
   machine.scheduler_fiber = races::this_fiber();

@@ -39,10 +39,10 @@ inline void advance(MbarrierState& state) {
   ++state.phase;
 }
 
-inline void arrive(const Mbarrier* at, int bytes, bool obeyed) {
+inline void arrive(const Mbarrier* at, int bytes, bool executed) {
   MbarrierState& state = state_of(at);
   const races::Unwatched bookkeeping;
-  if (obeyed) races::happens_before(&state.point[state.phase % 2]);
+  if (executed) races::happens_before(&state.point[state.phase % 2]);
   --state.missing;
   state.expected += static_cast<size_t>(bytes);
   advance(state);
@@ -82,16 +82,16 @@ inline void mbarrier_init(Mbarrier* at, int arrivals) {
   state.arrivals = state.missing = arrivals;
 }
 inline void mbarrier_arrive(Mbarrier* at, const Site& site = Site::current()) {
-  emulator::arrive(at, 0, emulator::obeyed(site));
+  emulator::arrive(at, 0, emulator::is_executed(site));
 }
 inline void mbarrier_arrive_expecting(Mbarrier* at, int bytes) { emulator::arrive(at, bytes, true); }
 inline void mbarrier_wait(Mbarrier* at, int parity, const Site& site = Site::current()) {
   emulator::MbarrierState& state = emulator::state_of(at);
-  const bool obeyed = emulator::obeyed(site);
+  const bool executed = emulator::is_executed(site);
   const emulator::races::Unwatched bookkeeping;
   while (static_cast<int>(state.phase % 2) == parity) emulator::poll(site);
   emulator::land(state);
-  if (obeyed) emulator::races::happens_after(&state.point[parity]);
+  if (executed) emulator::races::happens_after(&state.point[parity]);
 }
 
 inline void bulk_copy(void* shared, const void* global, int bytes, Mbarrier* at) {
@@ -108,7 +108,7 @@ inline void bulk_copy(void* shared, const void* global, int bytes, Mbarrier* at)
 }
 
 inline void sync_warps(int id, int threads, const Site& site = Site::current()) {
-  if (emulator::obeyed(site)) emulator::wait_for_warps(id, threads);
+  if (emulator::is_executed(site)) emulator::wait_for_warps(id, threads);
 }
 
 }  // namespace fp8serve

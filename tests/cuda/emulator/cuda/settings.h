@@ -31,14 +31,14 @@ struct Launch {
 
 struct Settings {
   Chip chip;
-  bool backwards = false;        // the last thread of a block, and the last resident block, run first
-  unsigned seed = 0;             // of the order in which resident blocks run (grid.h)
-  bool capturing = false;        // a graph is captured
-  std::string left_out;          // "file.cu:line" of a barrier or wait
-  std::set<std::string> met;     // barriers and waits that kernels have reached
-  std::vector<Memory> declared;  // static shared memory, of all kernels
-  std::vector<Memory> earlier;   // a simulated kernel writes this before each kernel launched early
-  std::vector<Launch> launches;  // since a test last read them
+  bool backwards = false;         // the last thread of a block, and the last resident block, run first
+  unsigned seed = 0;              // of the order in which resident blocks run (grid.h)
+  bool capturing = false;         // a graph is captured
+  std::string left_out;           // "file.cu:line" of a barrier or wait
+  std::set<std::string> reached;  // barriers and waits that kernels have reached
+  std::vector<Memory> declared;   // static shared memory, of all kernels
+  std::vector<Memory> earlier;    // a simulated kernel writes this before each kernel launched early
+  std::vector<Launch> launches;   // since a test last read them
 };
 
 inline Settings settings;
@@ -49,7 +49,7 @@ inline std::string name_of(const std::source_location& site) {
   return path.substr(path.rfind('/') + 1) + ":" + std::to_string(site.line());
 }
 
-// Whether the barrier or wait at `site` is to be obeyed.
-bool obeyed(const std::source_location& site);
+// Whether the barrier or wait at `site` is to be executed.
+bool is_executed(const std::source_location& site);
 
 }  // namespace fp8serve::emulator

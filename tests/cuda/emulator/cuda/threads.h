@@ -41,8 +41,8 @@ struct Product {
   const uint32_t* left;  // the left operand's registers, or null for a matrix in shared memory
   uint64_t a, b;         // descriptors
   int count;
-  bool adds, columns_of_k;  // adds to the sums; b's columns, not its rows, are the dimension K
-  std::vector<float> held;  // what the sums held, if this is the first product in flight that writes them
+  bool adds, columns_of_k;    // adds to the sums; b's columns, not its rows, are the dimension K
+  std::vector<float> addend;  // the sums before the product, if it is the first in flight that writes them
 };
 struct Products {
   std::vector<Product> issued;
@@ -94,7 +94,7 @@ struct WarpsBarrier {
   char point[2];
 };
 
-// A block that is resident on the GPU, or the place of one.
+// A block that is resident on the GPU, or a free slot for one.
 struct Block {
   std::deque<Thread> threads;
   std::vector<unsigned char> shared = std::vector<unsigned char>(kMostShared + 1024);
@@ -176,12 +176,12 @@ inline void enter() {
   to_scheduler();
 }
 
-// If the wait is left out (not `obeyed`), it counts as called, but orders nothing.
-inline void wait_for_earlier_kernels(bool obeyed) {
+// If the wait is left out (not `executed`), it counts as called, but orders nothing.
+inline void wait_for_earlier_kernels(bool executed) {
   races::stop_watching();
   machine.self().has_waited = true;
   races::watch();
-  if (obeyed) races::happens_after(&machine.earlier);
+  if (executed) races::happens_after(&machine.earlier);
 }
 
 // Writes this memory as a preceding kernel would, on a fiber of its own, which only `earlier` orders before

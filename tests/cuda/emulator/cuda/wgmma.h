@@ -75,7 +75,7 @@ inline void take_sums(Product& product, const std::vector<Products>& others) {
       if (other.sums == product.sums) return;
     }
   }
-  product.held.assign(product.sums, product.sums + product.count);
+  product.addend.assign(product.sums, product.sums + product.count);
   std::fill_n(product.sums, product.count, __uint_as_float(kPoison));
 }
 
@@ -123,11 +123,11 @@ inline void finish(Thread& self, size_t group, size_t at, const std::vector<floa
     refuse("the sums of a product were written before it was waited for");
   }
   std::vector<float> result(sums.size());
-  for (size_t i = 0; i < sums.size(); ++i) result[i] = (product.adds ? product.held[i] : 0.0f) + sums[i];
+  for (size_t i = 0; i < sums.size(); ++i) result[i] = (product.adds ? product.addend[i] : 0.0f) + sums[i];
   for (size_t g = group; g < self.products.size(); ++g) {
     for (size_t i = g == group ? at + 1 : 0; i < self.products[g].issued.size(); ++i) {
       if (self.products[g].issued[i].sums != product.sums) continue;
-      self.products[g].issued[i].held = result;
+      self.products[g].issued[i].addend = result;
       return;
     }
   }
@@ -204,7 +204,7 @@ inline void fence_async_proxy(const Site& site = Site::current()) {
   emulator::races::stop_watching();
   emulator::need_fibers(self);
   emulator::races::watch();
-  if (!emulator::obeyed(site)) return;
+  if (!emulator::is_executed(site)) return;
   char* const point = &self.proxy_fence;
   emulator::races::happens_before(point);
   emulator::as(self.of_memory,
@@ -212,7 +212,7 @@ inline void fence_async_proxy(const Site& site = Site::current()) {
 }
 
 inline void wgmma_fence(const Site& site = Site::current()) {
-  if (!emulator::obeyed(site)) return;
+  if (!emulator::is_executed(site)) return;
   emulator::Thread& self = emulator::machine.self();
   emulator::races::stop_watching();
   emulator::need_fibers(self);
@@ -225,7 +225,7 @@ inline void wgmma_fence(const Site& site = Site::current()) {
 }
 
 inline void wgmma_commit(const Site& site = Site::current()) {
-  if (!emulator::obeyed(site)) return;
+  if (!emulator::is_executed(site)) return;
   const emulator::races::Unwatched bookkeeping;
   emulator::Thread& self = emulator::machine.self();
   emulator::need_fibers(self);
@@ -238,7 +238,7 @@ inline void wgmma_commit(const Site& site = Site::current()) {
 
 template <int kPending>
 void wgmma_wait(const Site& site = Site::current()) {
-  if (!emulator::obeyed(site)) return;
+  if (!emulator::is_executed(site)) return;
   const emulator::races::Unwatched bookkeeping;
   while (emulator::machine.self().products.size() > kPending + 1) emulator::finish_group();
 }
