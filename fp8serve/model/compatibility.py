@@ -1,4 +1,4 @@
-"""Warnings for the owner of an FP8 directory about programs that cannot load it, or load wrong weights from it.
+"""Warnings for the owner of a quantized directory about programs that cannot load it, or load wrong weights from it.
 
 docs/formats.md says which program loads which format, and tests/model/test_compatibility.py checks it with the
 programs' own code. There are four cases:
@@ -43,14 +43,14 @@ EXPERTS_NOTE = (
 
 def compatibility_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Returns a sentence for each program that cannot load the directory's weights, or would load wrong ones."""
-    if checkpoint.quantization is None or not checkpoint.fp8_linears:
+    if checkpoint.quantization is None or not checkpoint.quantized_linears:
         return ()
-    notes, producer = [], checkpoint.quantization.producer
+    notes, producer, linears = [], checkpoint.quantization.producer, checkpoint.quantized_linears
     if producer == "modelopt":
         notes.append(MODELOPT_NOTE)
-    elif producer == "fp8" and str(checkpoint.scale_key(checkpoint.fp8_linears[0], "weight")).endswith("weight_scale"):
+    elif producer == "fp8" and str(checkpoint.scale_key(linears[0], "weight")).endswith("weight_scale"):
         notes.append(SCALE_NAMES_NOTE)
-    fp8 = [n for n in checkpoint.fp8_linears if checkpoint.shards.entries[f"{n}.weight"].dtype is torch.float8_e4m3fn]
+    fp8 = [name for name in linears if checkpoint.shards.entries[f"{name}.weight"].dtype is torch.float8_e4m3fn]
     if partial := [name for name in fp8 if _has_partial_block(checkpoint, name)]:
         rows, cols = checkpoint.shapes[f"{partial[0]}.weight"]
         block = BLOCKED_WEIGHT.block[1]

@@ -55,7 +55,7 @@ def test_merged_weights_follow_the_lora_formula() -> None:
 def test_a_bf16_base_stays_bf16(plain: Path, tmp_path: Path, dora: bool) -> None:
     losses = total_loss(merge(plain, adapter(tmp_path / "a", 0.02, dora=dora), tmp_path / "out"))
     before, after = open_checkpoint(plain), open_checkpoint(tmp_path / "out")
-    assert not after.fp8_linears
+    assert not after.quantized_linears
     assert losses.error < 0.01
     assert [name for name in before if not torch.equal(before[name], after[name])] == [f"{NAME}.weight"]
     load_servable(tmp_path / "out", "bf16")
@@ -74,8 +74,8 @@ def test_an_fp8_base_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) ->
     assert 0.01 < losses.lost_share < 0.9
     assert 0.05 < losses.error < 1.0
     before, after = open_checkpoint(tmp_path / "base"), open_checkpoint(tmp_path / "out")
-    for name in before.fp8_linears:
-        old, new = before.fp8_matrix(name), after.fp8_matrix(name)
+    for name in before.quantized_linears:
+        old, new = before.quantized_matrix(name), after.quantized_matrix(name)
         assert old is not None
         assert new is not None
         same = torch.equal(old.weight_q.view(torch.uint8), new.weight_q.view(torch.uint8))
@@ -92,8 +92,8 @@ def test_a_base_of_4_bits_is_cast_again_and_keeps_other_layers(plain: Path, tmp_
     losses = total_loss(merge(tmp_path / "base", adapter(tmp_path / "a", 0.1), tmp_path / "out", max_lost_fraction=1.0))
     assert 0 < losses.error < 1.0
     before, after = open_checkpoint(tmp_path / "base"), open_checkpoint(tmp_path / "out")
-    for name in before.fp8_linears:
-        old, new = before.fp8_matrix(name), after.fp8_matrix(name)
+    for name in before.quantized_linears:
+        old, new = before.quantized_matrix(name), after.quantized_matrix(name)
         assert old is not None
         assert new is not None
         assert old.specs == new.specs
@@ -113,7 +113,7 @@ def test_only_scales_that_are_too_small_are_recomputed(plain: Path, tmp_path: Pa
     assert list(losses) == [NAME]
     assert losses[NAME].rescaled == 1
     assert losses[NAME].error < 0.05
-    before, after = (open_checkpoint(tmp_path / name).fp8_matrix(NAME) for name in ("base", "out"))
+    before, after = (open_checkpoint(tmp_path / name).quantized_matrix(NAME) for name in ("base", "out"))
     assert before is not None
     assert after is not None
     ratio = after.weight_scale_inv / before.weight_scale_inv

@@ -144,11 +144,11 @@ def served_layer(directory: Path, recipe: Any = "stored") -> FrozenLinear:
 def test_weights_are_read_exactly_and_stay_in_4_bits(file: str, tmp_path: Path) -> None:
     expected = write(tmp_path / "m", file)
     checkpoint = open_checkpoint(tmp_path / "m")
-    assert sorted(checkpoint.fp8_linears) == sorted(checkpoint.linears)
+    assert sorted(checkpoint.quantized_linears) == sorted(checkpoint.linears)
     for name, weight in expected.items():
         assert torch.equal(checkpoint[name], weight)
     spec = MXFP4 if "MX" in file else NVFP4
-    matrix = checkpoint.fp8_matrix(LINEAR)
+    matrix = checkpoint.quantized_matrix(LINEAR)
     assert matrix is not None
     assert matrix.specs == (UNQUANTIZED, spec)
     layer = served_layer(tmp_path / "m")
