@@ -48,7 +48,12 @@ _RECIPES: dict[QuantSpec, tuple[Recipe, ...]] = {
     STATIC: (DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=1, weight_granularity="row")),
     PER_TOKEN: (Float8CurrentScaling(granularity="row"),),
     QuantSpec(): (_CURRENT,),
-    UNQUANTIZED: (Float8WeightOnly(), Float4WeightOnly("nvfp4"), Float4WeightOnly("mxfp4")),
+    UNQUANTIZED: (
+        Float8WeightOnly(),
+        Float4WeightOnly("nvfp4"),
+        Float4WeightOnly("nvfp4", four_over_six=True),
+        Float4WeightOnly("mxfp4"),
+    ),
     BLOCKED_INPUT: (Float8BlockScaling(),),
     MXFP8: (MXFP8BlockScaling(),),
 }
@@ -122,10 +127,10 @@ def infer_recipe(checkpoint: Checkpoint, linears: _Linears, format: str) -> Reci
 
 def _has_layout(linears: _Linears, recipe: Recipe) -> bool:
     spec = recipe.specs.linear["weight"]
+    if spec.is_4bit:
+        return all(linear.specs[1] == spec for linear in linears.values())
     if any(linear.specs[1].name != spec.name for linear in linears.values()):
         return False
-    if spec.is_4bit:
-        return True
     shapes = ((linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)) for linear in linears.values())
     return all(scale.numel() == 1 or tuple(scale.shape) == shape for scale, shape in shapes)
 

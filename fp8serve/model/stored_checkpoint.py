@@ -52,6 +52,7 @@ class StoredLinear:
     input_spec: QuantSpec  # how inputs are quantized
     is_embedding: bool = False
     weight_global_scale: Tensor | None = None  # of NVFP4, dequantizing FP32 []
+    four_over_six: bool = False  # of NVFP4: whether the cast chose between two scales for every block
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
@@ -66,7 +67,7 @@ class StoredLinear:
         """Returns how inputs and weight are quantized; the first is None for an embedding."""
         shape, is_mx = tuple(self.weight_scale_inv.shape), self.weight_scale_inv.dtype is torch.float8_e8m0fnu
         if self.weight_q.dtype is torch.uint8:
-            weight = MXFP4 if is_mx else NVFP4
+            weight = MXFP4 if is_mx else replace(NVFP4, four_over_six=self.four_over_six)
         else:
             weight = next(s for s in weight_specs(is_mx) if s.scale_shape(*self.weight_q.shape) == shape)
         return None if self.is_embedding else self.input_spec, weight
@@ -272,7 +273,7 @@ class Checkpoint(Mapping[str, Tensor]):
         matrix = StoredLinear(self.shards[name], scale_inv, None, UNQUANTIZED, linear in self._embeddings)
         scheme = None if self.quantization is None else self.quantization.find_scheme(linear)
         spec = matrix.specs[1]
-        if scheme is None or scheme.weight_4bit != spec:
+        if scheme is None or scheme.weight_4bit is None or scheme.weight_4bit.name != spec.name:
             declared = "no group with it" if scheme is None else (scheme.weight_4bit or scheme.input_spec).name
             raise ModelError(
                 f"{self.path}: {name} is in {spec.name} by the type of {key}, and config.json has {declared}; correct "
@@ -285,7 +286,7 @@ class Checkpoint(Mapping[str, Tensor]):
         if second is None:
             return matrix
         scale = interop.to_global_scale(second, self.shards[second], self.shards.entries[second].note)
-        return replace(matrix, weight_global_scale=scale)
+        return replace(matrix, weight_global_scale=scale, four_over_six=scheme.weight_4bit.four_over_six)
 
     def read_quantized(self, names: Iterable[str]) -> dict[str, StoredLinear]:
         """Returns `quantized_matrix` of each of these names that is not in high precision."""

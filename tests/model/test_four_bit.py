@@ -271,6 +271,25 @@ def test_what_is_written_is_what_is_served_and_what_is_converted(name: str, form
     assert estimate_weight_memory(tmp_path / "out", "stored").served == pytest.approx(bytes_, rel=0.05)
 
 
+@pytest.mark.parametrize("format_", ["compressed-tensors", "modelopt"])
+def test_four_over_six_is_recorded_and_converted(format_: str, tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "m", overrides=SIZES)
+    recipe = Float4WeightOnly("nvfp4", four_over_six=True)
+    write_calibrated(tmp_path / "out", tmp_path / "m", ScalingCheckpoint(recipe, {}), format=format_)
+    other = {"modelopt": "compressed-tensors", "compressed-tensors": "modelopt"}[format_]
+    convert_format(tmp_path / "out", tmp_path / "other", other)
+    for folder in ("out", "other"):
+        matrix = open_checkpoint(tmp_path / folder).quantized_matrix(LINEAR)
+        assert matrix is not None
+        assert matrix.specs == (UNQUANTIZED, recipe.specs.linear["weight"])
+        assert not [finding for finding in verify(tmp_path / folder) if finding.severity == "error"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    if format_ == "compressed-tensors":
+        scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+        assert scheme.weights is not None
+        assert scheme.weights.observer_kwargs == {"four_over_six": True}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("name", ["nvfp4-w4a16", "mxfp4-w4a16"])
