@@ -44,7 +44,11 @@ from fp8serve.charts import Dot, bars, curve, dots, heat, heat_legend, sparkline
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj",
                "gate_up_proj")  # fmt: skip
 Value = tuple[str, float, str]  # name of a layer or tensor, y, and y as text
-EXPONENT_LABELS = {0: "0", 2: "2⁻⁶", 5: "2⁻³", 8: "1", 11: "2³", 14: "2⁶", 16: "2⁸"}  # by the index of a bar
+# The bars of a histogram: of E4M3, and of 4-bit weights. Labels are by the index of a bar.
+E4M3_BARS = ("zero", "subnormal, below 2^-6", *(f"2^{n} to 2^{n + 1}" for n in range(-6, 8)), "2^8 and above")
+E4M3_LABELS = {0: "0", 2: "2⁻⁶", 5: "2⁻³", 8: "1", 11: "2³", 14: "2⁶", 16: "2⁸"}
+E2M1_BARS = ("zero", "0.5, the subnormal value", "1 and 1.5", "2 and 3", "4 and 6")
+E2M1_LABELS = {0: "0", 1: "½", 2: "1", 3: "2", 4: "4"}
 COST_TABLE_ROWS = 12
 MAX_INPUT_HISTOGRAMS = 4
 MAX_AMAX_CURVES = 6
@@ -285,7 +289,7 @@ def _saturated_inputs(readers: Sequence[tuple[LayerReport, float]]) -> str:
 
 
 def value_distribution(layers: Sequence[LayerReport]) -> str:
-    """Charts how many values of inputs and weights have each exponent of E4M3."""
+    """Charts how many values of inputs and weights have each exponent of E4M3 or, of weights of 4 bits, of E2M1."""
     inputs = [(x, x.input) for x in first_readers(layers) if x.input]
     smallest = sorted(inputs, key=lambda pair: -(pair[1].zeros + pair[1].binades[0]))[:MAX_INPUT_HISTOGRAMS]
     input_casts = {f"Inputs of {k}": _mean_cast([c for x, c in inputs if input_kind(x.name) == k]) for k in KINDS}
@@ -293,6 +297,14 @@ def value_distribution(layers: Sequence[LayerReport]) -> str:
     weight_casts = {
         f"Weights of {p.removesuffix('_proj')}": _mean_cast([c for n, c in weights if n == p]) for p in PROJECTIONS
     }
+    if any(_has_4_bits(cast) for _, cast in weights):
+        return section(
+            "Distribution of weights over the exponents of E2M1",
+            "Each bar is the share of weights with one exponent after scaling. Values in blue bars are rounded by at "
+            "most a quarter of their size. Orange bars are zeros and 0.5. The bar at the right has the largest value, "
+            "6.",
+            _histograms("Weights", weight_casts),
+        )
     return section(
         "Distribution of values over the exponents of E4M3",
         "Each bar is the share of elements with one exponent after scaling. Values in blue bars are rounded by at most "
@@ -319,15 +331,18 @@ def _histograms(title: str, casts: Mapping[str, CastReport | None]) -> str:
     return f"<h3>{escape(title)}</h3>{figures(charts, 'small')}" if charts else ""
 
 
+def _has_4_bits(cast: CastReport) -> bool:
+    return len(cast.binades) + 1 == len(E2M1_BARS)
+
+
 def _histogram(cast: CastReport) -> str:
-    """Returns bars for zero and for each of the 16 exponents of E4M3, and the shares of often tiny bars as text."""
-    binades = (f"2^{exponent} to 2^{exponent + 1}" for exponent in range(-6, 8))
-    ranges = ["zero", "subnormal, below 2^-6", *binades, "2^8 and above"]
+    """Returns bars for zero and for each exponent of the format, and the shares of often tiny bars as text."""
+    names, labels = (E2M1_BARS, E2M1_LABELS) if _has_4_bits(cast) else (E4M3_BARS, E4M3_LABELS)
     shares = (cast.zeros, *cast.binades)
-    titles = [f"{name}: {format_percent(share)}" for name, share in zip(ranges, shares, strict=True)]
+    titles = [f"{name}: {format_percent(share)}" for name, share in zip(names, shares, strict=True)]
     zeros, subnormal, top = map(format_percent, (cast.zeros, cast.binades[0], cast.at_top))
     figures_text = f"zero {zeros}, subnormal {subnormal}, largest value {top}"
-    return f"{bars(shares, titles, EXPONENT_LABELS, 2)}<small>{figures_text}</small>"
+    return f"{bars(shares, titles, labels, 2)}<small>{figures_text}</small>"
 
 
 def amax_per_batch(layers: Sequence[LayerReport], tensors: Sequence[TensorReport]) -> str:
