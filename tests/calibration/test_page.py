@@ -9,6 +9,7 @@ from fp8serve.calibration.reports.page import html_evaluation, html_report
 from fp8serve.calibration.reports.sections import by_layer, finding_list, generated_text
 from fp8serve.calibration.result import (
     CalibrationReport,
+    CastReport,
     ChannelReport,
     EvalReport,
     GeneratedReport,
@@ -123,6 +124,15 @@ def test_every_section_has_a_line_that_explains_it() -> None:
                       "Distribution of values over the exponents of E4M3", "Amax by layer", "Smoothing", "Healing",
                       "How to reproduce this report"]  # fmt: skip
     assert len(re.findall('</h2><p class="why">[^<]{20,}</p>', page)) == len(titles)
+
+
+def test_weights_of_4_bits_are_charted_over_the_exponents_of_e2m1() -> None:
+    weight = CastReport(19.0, 0.0, 0.1, (0.2, 0.3, 0.25, 0.15), 0.05)
+    report = make_report()
+    layers = tuple(dataclasses.replace(x, input=None, weight=weight) for x in report.layers)
+    page = whole(html_report(dataclasses.replace(report, layers=layers)))
+    assert "Distribution of weights over the exponents of E2M1" in page
+    assert "exponents of E4M3" not in page
 
 
 def test_the_page_contains_the_command() -> None:
