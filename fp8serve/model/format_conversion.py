@@ -127,10 +127,11 @@ def infer_recipe(checkpoint: Checkpoint, linears: _Linears, format: str) -> Reci
 
 def _has_layout(linears: _Linears, recipe: Recipe) -> bool:
     spec = recipe.specs.linear["weight"]
-    if spec.is_4bit:
-        return all(linear.specs[1] == spec for linear in linears.values())
-    if any(linear.specs[1].name != spec.name for linear in linears.values()):
+    weights = [linear.specs[1] for linear in linears.values()]
+    if any((weight.name, weight.four_over_six) != (spec.name, spec.four_over_six) for weight in weights):
         return False
+    if spec.is_4bit:
+        return True
     shapes = ((linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)) for linear in linears.values())
     return all(scale.numel() == 1 or tuple(scale.shape) == shape for scale, shape in shapes)
 
