@@ -181,7 +181,7 @@ class TokenTally:
     def quality(self, compared: bool) -> Quality:
         if self.tokens == 0:
             raise DataError("The held-out samples have no token to score; give longer texts or completions.")
-        perplexity = _perplexity(float(self.nll), self.tokens, "FP8 model" if compared else "model")
+        perplexity = _perplexity(float(self.nll), self.tokens, "quantized model" if compared else "model")
         if not compared:
             return Quality(self.tokens, perplexity)
         reference = _perplexity(float(self.reference_nll), self.tokens, "reference model")

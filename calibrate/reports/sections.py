@@ -90,10 +90,10 @@ def finding_list(findings: Sequence[Finding]) -> str:
 
 
 def generated_text(samples: Sequence[GeneratedReport]) -> str:
-    """Shows the continuations of held-out prompts in high precision and in FP8, side by side."""
+    """Shows the continuations of held-out prompts in high precision and quantized, side by side."""
     return section(
         "Text generated before and after calibration",
-        "Held-out prompts, continued by the model in high precision and by the written FP8 model. Both models sample "
+        "Held-out prompts, continued by the model in high precision and by the written model. Both models sample "
         "with the same random numbers. A different text is not a worse text: if two tokens are almost equally likely, "
         "a small difference changes the sampled token, and with it the rest of the text.",
         *map(_sample, samples),
@@ -107,7 +107,7 @@ def _sample(sample: GeneratedReport) -> str:
     else:
         difference = f"{pluralize(sample.same_tokens, 'token')} before the first difference"
     before = _generated_side("In high precision", sample.before, same)
-    after = _generated_side(f"In FP8: {difference}", sample.after, same)
+    after = _generated_side(f"Quantized: {difference}", sample.after, same)
     prompt = f'<div class="prompt"><b>Prompt</b><p class="text">{escape(sample.prompt)}</p></div>'
     return f'{prompt}<div class="generated">{before}{after}</div>'
 
@@ -160,7 +160,7 @@ def smoothing(report: SmoothingReport | None) -> str:
 
 
 def in_bf16(groups: Sequence[LinearGroup], cost: str, costs: Sequence[float | None]) -> str:
-    """Lists the linears that stay in BF16, with their size and the cost that they would have in FP8."""
+    """Lists the linears that stay in BF16, with their size and the cost that they would have if quantized."""
     rows = [
         [escape(", ".join(group.names)), format_bytes(group.bytes), format_number(value)]
         for group, value in zip(groups, costs, strict=True)
@@ -168,7 +168,7 @@ def in_bf16(groups: Sequence[LinearGroup], cost: str, costs: Sequence[float | No
     return section(
         "Layers in BF16",
         "These layers stay in high precision, because an option excluded them or a quality target needed it.",
-        table(("linear layers", "bytes more than in FP8", cost), rows) if rows else "",
+        table(("linear layers", "bytes more than quantized", cost), rows) if rows else "",
     )
 
 
@@ -189,9 +189,9 @@ def layer_costs(layers: Sequence[LayerReport], tensors: Sequence[TensorReport] =
     layers = by_cost(layers)
     return section(
         "KL divergence of each layer",
-        "The KL divergence, in nats per token, is the change of the model's predictions by the FP8 of one layer. SQNR "
-        "is the ratio of signal power to rounding-noise power, for the layer's output, its input and its weight. A "
-        "tensor that suits E4M3 has about 31 dB.",
+        "The KL divergence, in nats per token, is the change of the model's predictions if one layer is quantized. "
+        "SQNR is the ratio of signal power to rounding-noise power, for the layer's output, its input and its weight. "
+        "A tensor that suits E4M3 has about 31 dB.",
         _cost_table(layers[:COST_TABLE_ROWS]),
         details(f"All {len(layers)} layers", _layer_table(layers, tensors)),
     )
@@ -245,7 +245,7 @@ def layer_sqnr(layers: Sequence[LayerReport]) -> str:
     return section(
         "SQNR by layer",
         "Each dot is a linear layer. Higher is better; 6 dB are one bit. A dot far below its neighbours is a tensor "
-        "with a few large values and many small ones, which FP8 represents badly with one scale.",
+        "with a few large values and many small ones, which a format of few bits represents badly with one scale.",
         figures(charts),
     )
 

@@ -230,7 +230,7 @@ def test_an_evaluation_says_that_the_cost_is_high() -> None:
     dear = dataclasses.replace(inconspicuous_report().quality, kl_divergence=0.05)
     first = evaluation_findings(evaluation(inconspicuous_report(), quality=dear))[0]
     assert first == Finding(
-        "The KL divergence of the FP8 model is 0.05 nats per token, which is high.", is_problem=True
+        "The KL divergence of the quantized model is 0.05 nats per token, which is high.", is_problem=True
     )
 
 
@@ -258,7 +258,7 @@ def test_an_input_whose_range_one_batch_decides_is_named() -> None:
 def test_the_first_difference_is_marked(before: str, after: str, same: int, marked: list[str]) -> None:
     text = generated_text([GeneratedReport("Once", before, after, 48, same)])
     assert re.findall("<mark>(.*?)</mark>", text) == marked
-    assert ("In FP8: the same text<" in text) is (before == after)
+    assert ("Quantized: the same text<" in text) is (before == after)
 
 
 def test_the_page_names_the_pairs_that_smoothing_changed() -> None:
