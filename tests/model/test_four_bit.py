@@ -26,6 +26,7 @@ from fp8serve.fp8.recipe import Float4WeightOnly, Recipe, from_name
 from fp8serve.fp8.spec import MXFP4, NVFP4, UNQUANTIZED
 from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import ScalingCheckpoint, load_servable, load_trainable, open_checkpoint
+from fp8serve.model.compatibility import MODELOPT_4BIT_NOTE
 from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.format_conversion import convert_format
@@ -168,6 +169,7 @@ def test_inspect_names_the_format_and_the_second_scale(file: str, tmp_path: Path
     assert f"with 14 {'MXFP4' if 'MX' in file else 'NVFP4'} linear layers" in report["holds"]
     assert report["problem"] is None
     assert any("inputs of 4 bits" in note for note in report["notes"]) is (file in WITH_INPUTS)
+    assert (MODELOPT_4BIT_NOTE in report["notes"]) is file.startswith("modelopt")
     scales = {scale["key"]: scale for scale in report["scales"] if scale["tensor"].startswith(LINEAR)}
     assert not any(scale["problem"] for scale in scales.values())
     seconds = [scale["direction"] for key, scale in scales.items() if key.endswith(("global_scale", "scale_2"))]
