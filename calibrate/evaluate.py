@@ -124,7 +124,7 @@ def _measure(
     model: Model, reference: Model | None, batches: Sequence[Batch], stages: Stages
 ) -> tuple[Quality, tuple[LayerReport, ...]]:
     """Returns the quality over all tokens and, with a reference, the statistics of every FP8 linear."""
-    linears = {} if reference is None else fp8_linears(model)
+    linears = {} if reference is None else quantized_linears(model)
     linears.pop(model.head_name, None)
     tokens, tallies = TokenTally(), {name: LayerTally() for name in linears}
     for batch in stages.steps("evaluate", batches):
@@ -140,7 +140,7 @@ def _measure(
     return quality, _layer_reports(linears, reference, tallies, shares)
 
 
-def fp8_linears(model: AnyModel) -> dict[str, FrozenLinear]:
+def quantized_linears(model: AnyModel) -> dict[str, FrozenLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
 
 
@@ -249,7 +249,7 @@ class _Comparison:
         """Compares vectors and scores, and every FP8 linear; without a reference the result is (None, None, ())."""
         if self.reference is None:
             return None, None, ()
-        linears = fp8_linears(self.model)
+        linears = quantized_linears(self.model)
         tallies = {name: LayerTally() for name in linears}
         with compare_with_reference(linears, dict(self.reference.named_modules()), tallies):
             vectors, scores = self._run(self.model, texts, "evaluate")

@@ -13,6 +13,7 @@ Exponents: E4M3 has 16 exponents. The lowest has zero and seven subnormal values
 a binade of eight values, from 2^-6 up to 2^8; the highest binade has seven values, because 448 is the largest. Rounding
 changes a value in a binade by at most a sixteenth of itself, and a subnormal value by up to all of itself. So the
 fraction of elements with each exponent shows whether the scale puts a tensor into the precise part of the format.
+E2M1, the format of 4-bit weights, has 4 exponents: 0 and 0.5, 1 and 1.5, 2 and 3, 4 and 6.
 
 Outliers: if one channel is thousands of times larger than the other channels, one scale for all channels leaves them
 only the lowest exponents. This is justified if the weights of the large channel are large as well. If they are small,
@@ -36,19 +37,32 @@ from fp8serve.errors import DataError, ModelError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.monitor import tally
 from fp8serve.fp8.ops.arithmetic import FP8_MAX, expand
+from fp8serve.fp8.ops.e2m1 import E2M1_MAX, expand_scale
+from fp8serve.fp8.ops.four_bit import code_values, unpack_codes
 from fp8serve.model.building import Model
 
-E4M3 = torch.float8_e4m3fn
-MAX_CODE = 0x7E  # the code of 448 without its sign
 SLICE_ELEMENTS = 1 << 22  # elements that are converted to FP32 at a time
 LOGITS_PER_SLICE = 256  # tokens
 FloatSum = Tensor | float  # a sum in FP64: a tensor [] on the device after the first addition
 IntSum = Tensor | int
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The numbers of an element format, whose codes without the sign are in the order of their magnitudes."""
+
+    largest: float
+    top_code: int  # the code of `largest`
+    codes_per_binade: int
+
+
+E4M3 = Grid(FP8_MAX[torch.float8_e4m3fn], 0x7E, 8)
+E2M1 = Grid(E2M1_MAX, 7, 2)
+
+
 @dataclass
 class GridTally:
-    """Statistics of a cast to E4M3 over all elements that were added.
+    """Statistics of a cast to E4M3, or of a weight's cast to 4 bits, over all elements that were added.
 
     `counts` [128] are the numbers of elements by code without its sign. `peak` is the largest magnitude after scaling,
     FP32. `channels` [K] are the largest magnitudes of each column before scaling.
@@ -59,17 +73,23 @@ class GridTally:
     signal: FloatSum = 0.0
     noise: FloatSum = 0.0
     channels: Tensor | None = None
+    grid: Grid = E4M3
 
-    def add(self, x: Tensor, q: Tensor, scale_inv: Tensor) -> None:
-        """Adds a tensor x [M, K] and its cast q, E4M3 [M, K], with scale_inv of any granularity."""
+    def add(self, x: Tensor, q: Tensor, scale_inv: Tensor, global_scale: Tensor | None = None) -> None:
+        """Adds a tensor x [M, K] and its cast: q, E4M3 [M, K] or E2M1 codes [M, K/2], and the scales that dequantize
+        it."""
+        is_4bit = q.dtype is torch.uint8
+        self.grid = E2M1 if is_4bit else E4M3
         largest = x.abs().amax(0).float()
         self.channels = largest if self.channels is None else torch.maximum(self.channels, largest)
-        counts = count_codes(q.view(torch.uint8).flatten() & 0x7F)
+        counts = count_codes((unpack_codes(q) & 7 if is_4bit else q.view(torch.uint8) & 0x7F).flatten())
         self.counts = counts if self.counts is None else self.counts + counts
-        rows = max(1, SLICE_ELEMENTS // max(1, q.shape[1]))
-        expanded = torch.broadcast_to(expand(scale_inv, *q.shape), q.shape)
+        rows = max(1, SLICE_ELEMENTS // max(1, x.shape[1]))
+        expanded = expand_scale(scale_inv) if is_4bit else torch.broadcast_to(expand(scale_inv, *q.shape), q.shape)
+        expanded = expanded if global_scale is None else expanded * global_scale.reshape(-1, 1)
         for x_rows, q_rows, s_inv in zip(*(torch.split(t, rows) for t in (x, q, expanded)), strict=True):
-            exact, dequantized = x_rows.float(), q_rows.float() * s_inv
+            values = code_values(unpack_codes(q_rows)) if is_4bit else q_rows.float()
+            exact, dequantized = x_rows.float(), values * s_inv
             peak = (exact.abs() / s_inv).max()
             self.peak = torch.fmax(torch.zeros_like(peak) if self.peak is None else self.peak, peak)
             self.signal = self.signal + exact.square().sum(dtype=torch.float64)
@@ -81,17 +101,18 @@ class GridTally:
         elements = sum(counts)
         if elements == 0:
             return None
-        binades = [sum(counts[code : code + 8]) for code in range(0, 128, 8)]
+        size, top_code = self.grid.codes_per_binade, self.grid.top_code
+        binades = [sum(counts[code : code + size]) for code in range(0, top_code + 1, size)]
         binades[0] -= counts[0]
         zeros, *shares = (_round_share(count / elements) for count in (counts[0], *binades))
-        top = _round_share(counts[MAX_CODE] / elements)
+        top = _round_share(counts[top_code] / elements)
         return CastReport(sqnr(self.signal, self.noise), self._headroom(), zeros, tuple(shares), top)
 
     def _headroom(self) -> float | None:
         peak = 0.0 if self.peak is None else float(self.peak)
         if peak == 0 or not math.isfinite(peak):
             return None
-        return round(math.log2(FP8_MAX[E4M3] / peak), 4) + 0.0  # avoids minus zero
+        return round(math.log2(self.grid.largest / peak), 4) + 0.0  # avoids minus zero
 
 
 def count_codes(codes: Tensor) -> Tensor:
@@ -160,7 +181,7 @@ class TokenTally:
     def quality(self, compared: bool) -> Quality:
         if self.tokens == 0:
             raise DataError("The held-out samples have no token to score; give longer texts or completions.")
-        perplexity = _perplexity(float(self.nll), self.tokens, "FP8 model" if compared else "model")
+        perplexity = _perplexity(float(self.nll), self.tokens, "quantized model" if compared else "model")
         if not compared:
             return Quality(self.tokens, perplexity)
         reference = _perplexity(float(self.reference_nll), self.tokens, "reference model")
@@ -217,9 +238,8 @@ class LayerTally:
         self.input.add(x, q, scale_inv)
 
     def add_weight(self, weight: Tensor, linear: FrozenLinear) -> None:
-        """Adds a weight [N, K] in high precision, and the linear that has it in FP8."""
-        if not linear.is_4bit:  # the statistics are those of E4M3's exponents
-            self.weight.add(weight.detach(), linear.weight_q, linear.weight_scale_inv)
+        """Adds a weight [N, K] in high precision, and the linear that has it quantized."""
+        self.weight.add(weight.detach(), *linear.quantized_weight)
 
     @property
     def sqnr_db(self) -> float | None:

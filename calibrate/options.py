@@ -89,7 +89,7 @@ class CalibrationOptions(SampleOptions):
     kv_cache: Annotated[bool, About("Also compute scales for an FP8 KV cache.")] = False
     gradients: Annotated[bool, About("Also observe gradients, for training.")] = False
     all_experts: Annotated[bool, About("While observing, send every token through every expert of a mixture.")] = False
-    format: Annotated[FileFormat, About("Format of the FP8 weights; docs/formats.md lists its readers.")] = (
+    format: Annotated[FileFormat, About("Format of the quantized weights; docs/formats.md lists its readers.")] = (
         "compressed-tensors"
     )
     rounding: Annotated[

@@ -48,6 +48,7 @@ from fp8serve.calibration.observe import (
     final_states,
     make_observer,
     observe,
+    search_amaxes,
     share_weight_scales,
     unreached_experts_note,
 )
@@ -64,7 +65,6 @@ from fp8serve.calibration.stage_results import (
     run_description,
 )
 from fp8serve.calibration.techniques.healing import heal
-from fp8serve.calibration.techniques.input_scales import searched_amaxes
 from fp8serve.calibration.techniques.precision import excluded_linears, input_groups, unmeasured_groups
 from fp8serve.calibration.techniques.rounding import round_weights
 from fp8serve.calibration.techniques.smoothing import FACTORS, smooth, smoothing_pairs
@@ -162,7 +162,7 @@ def _calibrate(
     amaxes: Mapping[str, float] = {}
     if job.options.input_scales == "search":
         observed_amaxes = {name: record.amax for name, record in job.observer.records.items()}
-        amaxes = searched_amaxes(job.decoder, job.linears, job.batches.calibration, observed_amaxes, job.stages)
+        amaxes = search_amaxes(job.decoder, job.linears, job.batches.calibration, observed_amaxes, job.stages)
     job.states = final_states(job.observer, amaxes)
     if job.options.share_scales:
         share_weight_scales(job.states, input_groups(job.linears))

@@ -63,7 +63,9 @@ class CastReport:
     # log2(largest representable magnitude / largest magnitude that occurred); negative if values saturated
     headroom: float | None
     zeros: float
-    binades: tuple[float, ...]  # by exponent, ascending: subnormal, 2^-6 to 2^-5, ..., 2^8 and above
+    # by exponent, ascending: subnormal, 2^-6 to 2^-5, ..., 2^8 and above; of a weight of 4 bits: 0.5, 1 to 2, 2 to 4, 4
+    # and above
+    binades: tuple[float, ...]
     at_top: float  # elements that became the largest value of the format
 
 

@@ -28,7 +28,7 @@ from fp8serve.model.storage.shards import DTYPES
 from fp8serve.model.stored_checkpoint import Checkpoint, open_checkpoint
 
 SLICE_ELEMENTS = 1 << 22  # elements that are converted to FP32 at a time
-FORMAT_NAMES = {dtype: "FP8" if name == "F8_E4M3" else name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 Advance = Callable[[int, int], None]
 
@@ -142,8 +142,8 @@ def _state_scales(state: ScalingCheckpoint) -> dict[str, Tensor]:
 
 def _checkpoint_scales(checkpoint: Checkpoint) -> dict[str, Tensor]:
     scales: dict[str, Tensor] = {}
-    for linear in checkpoint.fp8_linears:
-        stored = checkpoint.fp8_matrix(linear)
+    for linear in checkpoint.quantized_linears:
+        stored = checkpoint.quantized_matrix(linear)
         if stored is not None:
             scales[f"{linear}.weight"] = stored.quantized_weight.full_scale().reciprocal()
             if stored.input_scale is not None:
@@ -218,19 +218,24 @@ def _compare_weights(
 
 @dataclass(frozen=True)
 class _Weight:
-    """A stored weight, and its dequantizing scale (per tensor, row or block), or None."""
+    """A stored weight, the name of its format, and its dequantizing scale (per tensor, row or block), or None."""
 
+    format: str
     stored: Tensor
-    scale_inv: Tensor | None
+    scale_inv: Tensor | None = None
     global_scale: Tensor | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str) -> "_Weight":
-        linear = checkpoint.fp8_matrix(name.removesuffix(".weight"))
-        return cls(checkpoint[name], None) if linear is None else cls(*linear.quantized_weight)
+        owner = name.removesuffix(".weight")
+        matrix = checkpoint.quantized_matrix(owner)
+        if matrix is None:
+            stored = checkpoint[name]
+            return cls(DTYPE_NAMES[stored.dtype], stored)
+        return cls(checkpoint.weight_format(owner), *matrix.quantized_weight)
 
     def __str__(self) -> str:
-        return f"{FORMAT_NAMES[self.stored.dtype]} {list(self.shape)}"
+        return f"{self.format} {list(self.shape)}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -256,8 +261,7 @@ def _weight_change(name: str, a: _Weight, b: _Weight) -> WeightChange | None:
     """Returns the change of a weight, or None if the stored elements and scales are equal."""
     if a.shape != b.shape:
         return WeightChange(name, str(a), str(b), None, None, None)
-    has_same_format = a.stored.dtype == b.stored.dtype
-    differing = float((_bits(a.stored) != _bits(b.stored)).double().mean()) if has_same_format else None
+    differing = float((_bits(a.stored) != _bits(b.stored)).double().mean()) if a.format == b.format else None
     if differing == 0 and _equal(a.scale_inv, b.scale_inv) and _equal(a.global_scale, b.global_scale):
         return None
     largest, signal, noise = 0.0, 0.0, 0.0

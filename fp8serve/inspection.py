@@ -153,17 +153,16 @@ def _describe(checkpoint: Checkpoint) -> str:
     quantization, config = checkpoint.quantization, checkpoint.any_config
     if quantization is None:
         return f"{config.architecture} with weights in high precision"
-    schemes = [quantization.find_scheme(name) for name in checkpoint.fp8_linears]
-    formats = ["FP8" if s is None or s.weight_4bit is None else s.weight_4bit.name for s in schemes] or ["FP8"]
-    counts = [f"{formats.count(name) if schemes else 0} {name} linear layers" for name in dict.fromkeys(formats)]
-    parts = ", ".join([*counts, *(f"{name} in FP8" for name in checkpoint.fp8_matrices)])
-    return f"{config.architecture} with {parts}, as {quantization.producer} writes them"
+    formats = [checkpoint.weight_format(name) for name in checkpoint.quantized_linears]
+    parts = [f"{formats.count(name)} {name} linear layers" for name in dict.fromkeys(formats or ["FP8"])]
+    parts += [f"{name} in {checkpoint.weight_format(name)}" for name in checkpoint.quantized_matrices]
+    return f"{config.architecture} with {', '.join(parts)}, as {quantization.producer} writes them"
 
 
 def _from_checkpoint(checkpoint: Checkpoint) -> list[Scale]:
     attention = [f"model.layers.{i}.self_attn" for i in range(checkpoint.any_config.num_layers)]
-    fp8_layers = (*checkpoint.fp8_linears, *checkpoint.fp8_matrices)
-    tensors = [(layer, role) for layer in fp8_layers for role in ("input", "weight", "global")]
+    quantized_layers = (*checkpoint.quantized_linears, *checkpoint.quantized_matrices)
+    tensors = [(layer, role) for layer in quantized_layers for role in ("input", "weight", "global")]
     tensors += [(layer, role) for layer in attention for role in ("k", "v", "kv")]
     scales = [_stored_scale(checkpoint, layer, role) for layer, role in tensors]  # type: ignore[arg-type]
     return [scale for scale in scales if scale is not None]

@@ -210,7 +210,7 @@ def replace_check(
         progress("the kernel being checked")
         return selfcheck.Verdict(machine, "2026-11-25T01:02:03+00:00", dict(findings), unfinished)
 
-    monkeypatch.setattr(selfcheck.check_runner, "check", check)
+    monkeypatch.setattr(selfcheck, "run_check", check)
 
 
 @pytest.fixture

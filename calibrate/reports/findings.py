@@ -121,7 +121,7 @@ def _high_kl(quality: Quality, options: Sequence[str]) -> Finding | None:
         return None
     advice = f" These options may reduce it: {', '.join(options)}." if options else ""
     return Finding(
-        f"The KL divergence of the FP8 model is {format_number(kl)} nats per token, which is high.{advice}",
+        f"The KL divergence of the quantized model is {format_number(kl)} nats per token, which is high.{advice}",
         is_problem=True,
     )
 

@@ -36,7 +36,7 @@ def html_report(report: CalibrationReport) -> str:
         sections.finding_list(findings(report)),
         sections.generated_text(report.generated),
         sections.layer_costs(report.layers, report.tensors),
-        sections.in_bf16(report.in_bf16, "KL in FP8, nats", [group.kl for group in report.in_bf16]),
+        sections.in_bf16(report.in_bf16, "KL if quantized, nats", [group.kl for group in report.in_bf16]),
         sections.layer_sqnr(report.layers),
         sections.headroom(report.layers),
         sections.amax_per_batch(report.layers, report.tensors),
@@ -80,7 +80,7 @@ def _cards(report: CalibrationReport) -> str:
             perplexity_change(quality),
         ),
         "Same top token": (format_percent(quality.top1_agreement), f"KL {format_number(quality.kl_divergence)} nats"),
-        "Lowest SQNR": (format_decibels(worst), f"{len(report.layers)} FP8 layers"),
+        "Lowest SQNR": (format_decibels(worst), f"{len(report.layers)} quantized layers"),
         "Weights": (
             format_bytes(report.bytes_after),
             f"{format_percent(ratio)} of {format_bytes(report.bytes_before)}",
@@ -95,7 +95,7 @@ def _evaluation_cards(report: EvalReport) -> str:
     quality = report.quality
     contents = {
         "Perplexity": (format_number(quality.perplexity), f"of {quality.tokens:,} tokens"),
-        "Recipe": (report.runs_as, f"{len(report.layers)} FP8 layers compared" if report.layers else ""),
+        "Recipe": (report.runs_as, f"{len(report.layers)} quantized layers compared" if report.layers else ""),
         "Time": (f"{report.seconds:.1f} s", f"{report.samples} samples"),
     }
     if report.against is not None:
@@ -130,7 +130,9 @@ def html_encoder_report(report: EmbeddingReport) -> str:
         sections.heading(title, report.notes[0], report.notes[1:]),
         cards(contents),
         _layers(report.layers),
-        sections.in_bf16(report.in_bf16, "cosine with only these in FP8", [group.cosine for group in report.in_bf16]),
+        sections.in_bf16(
+            report.in_bf16, "cosine with only these quantized", [group.cosine for group in report.in_bf16]
+        ),
         _facts(report),
     ]
     return document(title, content)

@@ -44,7 +44,11 @@ from fp8serve.charts import Dot, bars, curve, dots, heat, heat_legend, sparkline
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj",
                "gate_up_proj")  # fmt: skip
 Value = tuple[str, float, str]  # name of a layer or tensor, y, and y as text
-EXPONENT_LABELS = {0: "0", 2: "2⁻⁶", 5: "2⁻³", 8: "1", 11: "2³", 14: "2⁶", 16: "2⁸"}  # by the index of a bar
+# The bars of a histogram: of E4M3, and of 4-bit weights. Labels are by the index of a bar.
+E4M3_BARS = ("zero", "subnormal, below 2^-6", *(f"2^{n} to 2^{n + 1}" for n in range(-6, 8)), "2^8 and above")
+E4M3_LABELS = {0: "0", 2: "2⁻⁶", 5: "2⁻³", 8: "1", 11: "2³", 14: "2⁶", 16: "2⁸"}
+E2M1_BARS = ("zero", "0.5, the subnormal value", "1 and 1.5", "2 and 3", "4 and 6")
+E2M1_LABELS = {0: "0", 1: "½", 2: "1", 3: "2", 4: "4"}
 COST_TABLE_ROWS = 12
 MAX_INPUT_HISTOGRAMS = 4
 MAX_AMAX_CURVES = 6
@@ -86,10 +90,10 @@ def finding_list(findings: Sequence[Finding]) -> str:
 
 
 def generated_text(samples: Sequence[GeneratedReport]) -> str:
-    """Shows the continuations of held-out prompts in high precision and in FP8, side by side."""
+    """Shows the continuations of held-out prompts in high precision and quantized, side by side."""
     return section(
         "Text generated before and after calibration",
-        "Held-out prompts, continued by the model in high precision and by the written FP8 model. Both models sample "
+        "Held-out prompts, continued by the model in high precision and by the written model. Both models sample "
         "with the same random numbers. A different text is not a worse text: if two tokens are almost equally likely, "
         "a small difference changes the sampled token, and with it the rest of the text.",
         *map(_sample, samples),
@@ -103,7 +107,7 @@ def _sample(sample: GeneratedReport) -> str:
     else:
         difference = f"{pluralize(sample.same_tokens, 'token')} before the first difference"
     before = _generated_side("In high precision", sample.before, same)
-    after = _generated_side(f"In FP8: {difference}", sample.after, same)
+    after = _generated_side(f"Quantized: {difference}", sample.after, same)
     prompt = f'<div class="prompt"><b>Prompt</b><p class="text">{escape(sample.prompt)}</p></div>'
     return f'{prompt}<div class="generated">{before}{after}</div>'
 
@@ -156,7 +160,7 @@ def smoothing(report: SmoothingReport | None) -> str:
 
 
 def in_bf16(groups: Sequence[LinearGroup], cost: str, costs: Sequence[float | None]) -> str:
-    """Lists the linears that stay in BF16, with their size and the cost that they would have in FP8."""
+    """Lists the linears that stay in BF16, with their size and the cost that they would have if quantized."""
     rows = [
         [escape(", ".join(group.names)), format_bytes(group.bytes), format_number(value)]
         for group, value in zip(groups, costs, strict=True)
@@ -164,7 +168,7 @@ def in_bf16(groups: Sequence[LinearGroup], cost: str, costs: Sequence[float | No
     return section(
         "Layers in BF16",
         "These layers stay in high precision, because an option excluded them or a quality target needed it.",
-        table(("linear layers", "bytes more than in FP8", cost), rows) if rows else "",
+        table(("linear layers", "bytes more than quantized", cost), rows) if rows else "",
     )
 
 
@@ -185,9 +189,9 @@ def layer_costs(layers: Sequence[LayerReport], tensors: Sequence[TensorReport] =
     layers = by_cost(layers)
     return section(
         "KL divergence of each layer",
-        "The KL divergence, in nats per token, is the change of the model's predictions by the FP8 of one layer. SQNR "
-        "is the ratio of signal power to rounding-noise power, for the layer's output, its input and its weight. A "
-        "tensor that suits E4M3 has about 31 dB.",
+        "The KL divergence, in nats per token, is the change of the model's predictions if one layer is quantized. "
+        "SQNR is the ratio of signal power to rounding-noise power, for the layer's output, its input and its weight. "
+        "A tensor that suits E4M3 has about 31 dB.",
         _cost_table(layers[:COST_TABLE_ROWS]),
         details(f"All {len(layers)} layers", _layer_table(layers, tensors)),
     )
@@ -241,7 +245,7 @@ def layer_sqnr(layers: Sequence[LayerReport]) -> str:
     return section(
         "SQNR by layer",
         "Each dot is a linear layer. Higher is better; 6 dB are one bit. A dot far below its neighbours is a tensor "
-        "with a few large values and many small ones, which FP8 represents badly with one scale.",
+        "with a few large values and many small ones, which a format of few bits represents badly with one scale.",
         figures(charts),
     )
 
@@ -285,7 +289,7 @@ def _saturated_inputs(readers: Sequence[tuple[LayerReport, float]]) -> str:
 
 
 def value_distribution(layers: Sequence[LayerReport]) -> str:
-    """Charts how many values of inputs and weights have each exponent of E4M3."""
+    """Charts how many values of inputs and weights have each exponent of E4M3 or, of weights of 4 bits, of E2M1."""
     inputs = [(x, x.input) for x in first_readers(layers) if x.input]
     smallest = sorted(inputs, key=lambda pair: -(pair[1].zeros + pair[1].binades[0]))[:MAX_INPUT_HISTOGRAMS]
     input_casts = {f"Inputs of {k}": _mean_cast([c for x, c in inputs if input_kind(x.name) == k]) for k in KINDS}
@@ -293,6 +297,14 @@ def value_distribution(layers: Sequence[LayerReport]) -> str:
     weight_casts = {
         f"Weights of {p.removesuffix('_proj')}": _mean_cast([c for n, c in weights if n == p]) for p in PROJECTIONS
     }
+    if any(_has_4_bits(cast) for _, cast in weights):
+        return section(
+            "Distribution of weights over the exponents of E2M1",
+            "Each bar is the share of weights with one exponent after scaling. Values in blue bars are rounded by at "
+            "most a quarter of their size. Orange bars are zeros and 0.5. The bar at the right has the largest value, "
+            "6.",
+            _histograms("Weights", weight_casts),
+        )
     return section(
         "Distribution of values over the exponents of E4M3",
         "Each bar is the share of elements with one exponent after scaling. Values in blue bars are rounded by at most "
@@ -319,15 +331,18 @@ def _histograms(title: str, casts: Mapping[str, CastReport | None]) -> str:
     return f"<h3>{escape(title)}</h3>{figures(charts, 'small')}" if charts else ""
 
 
+def _has_4_bits(cast: CastReport) -> bool:
+    return len(cast.binades) + 1 == len(E2M1_BARS)
+
+
 def _histogram(cast: CastReport) -> str:
-    """Returns bars for zero and for each of the 16 exponents of E4M3, and the shares of often tiny bars as text."""
-    binades = (f"2^{exponent} to 2^{exponent + 1}" for exponent in range(-6, 8))
-    ranges = ["zero", "subnormal, below 2^-6", *binades, "2^8 and above"]
+    """Returns bars for zero and for each exponent of the format, and the shares of often tiny bars as text."""
+    names, labels = (E2M1_BARS, E2M1_LABELS) if _has_4_bits(cast) else (E4M3_BARS, E4M3_LABELS)
     shares = (cast.zeros, *cast.binades)
-    titles = [f"{name}: {format_percent(share)}" for name, share in zip(ranges, shares, strict=True)]
+    titles = [f"{name}: {format_percent(share)}" for name, share in zip(names, shares, strict=True)]
     zeros, subnormal, top = map(format_percent, (cast.zeros, cast.binades[0], cast.at_top))
     figures_text = f"zero {zeros}, subnormal {subnormal}, largest value {top}"
-    return f"{bars(shares, titles, EXPONENT_LABELS, 2)}<small>{figures_text}</small>"
+    return f"{bars(shares, titles, labels, 2)}<small>{figures_text}</small>"
 
 
 def amax_per_batch(layers: Sequence[LayerReport], tensors: Sequence[TensorReport]) -> str:

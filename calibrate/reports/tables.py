@@ -64,7 +64,7 @@ def perplexity_change(quality: Quality) -> str:
 
 
 def kl_text(layer: LayerReport, quality: Quality) -> str:
-    """Returns the KL divergence that the layer's FP8 adds, and its share of the model's KL divergence."""
+    """Returns the KL divergence that quantizing the layer adds, and its share of the model's KL divergence."""
     if layer.kl is None:
         return ""
     total = quality.kl_divergence
@@ -122,12 +122,12 @@ def summary_table(report: CalibrationReport) -> Table:
     if report.in_bf16:
         linears = sum(len(group.names) for group in report.in_bf16)
         extra_bytes = format_bytes(sum(group.bytes for group in report.in_bf16))
-        table.add_row("stays in BF16", f"{linears} linear layers, {extra_bytes} more than in FP8")
+        table.add_row("stays in BF16", f"{linears} linear layers, {extra_bytes} more than quantized")
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
     for layer in report.worst_layers[:NUM_WORST_LAYERS]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}{kl_text(layer, quality)}")
     for group in report.in_bf16:
-        cost = "" if group.kl is None else f" (FP8: KL {group.kl:.2g} nats)"
+        cost = "" if group.kl is None else f" (quantized: KL {group.kl:.2g} nats)"
         table.add_row(" ".join(group.names), f"stays in BF16, {format_bytes(group.bytes)}{cost}")
     table.add_row("written to", report.out)
     return table
@@ -161,7 +161,7 @@ def embedding_table(report: EmbeddingReport) -> Table:
     for layer in by_cost(report.layers)[:NUM_WORST_LAYERS]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}")
     for group in report.in_bf16:
-        cosine = "" if group.cosine is None else f" (cosine with only these layers in FP8: {group.cosine:.5f})"
+        cosine = "" if group.cosine is None else f" (cosine with only these layers quantized: {group.cosine:.5f})"
         table.add_row(" ".join(group.names), f"stays in BF16, {format_bytes(group.bytes)}{cosine}")
     table.add_row("written to", report.out)
     return table

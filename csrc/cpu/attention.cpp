@@ -25,7 +25,6 @@ namespace {
 constexpr int64_t kQueryTokens = 16;
 constexpr int64_t kMaxRows = 64;  // query rows of a task with several heads, at most
 constexpr int64_t kMaxHeads = 8;  // of a task
-constexpr int64_t kMaxDim = 576;  // DeepSeek: 512 of the latent vector and 64 that are rotated
 // Fewer products with keys finish before another thread wakes up.
 constexpr int64_t kMinParallelProducts = 1 << 17;
 

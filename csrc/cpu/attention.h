@@ -23,8 +23,9 @@
 
 namespace fp8serve::attention {
 
-constexpr int64_t kPart = 512;                   // keys
-constexpr int64_t kAligned = 64;                 // keys: a multiple of any path's tile
+constexpr int64_t kMaxDim = 576;  // of a head; DeepSeek: 512 of the latent vector and 64 that are rotated
+constexpr int64_t kPart = 512;    // keys
+constexpr int64_t kAligned = 64;  // keys: a multiple of any path's tile
 constexpr int64_t kNoWindow = int64_t{1} << 40;  // keys: more than any sequence has
 
 // The attention of one kv head in one sequence: query rows (token-major: row = token * group + head in group)

@@ -25,9 +25,8 @@
 namespace fp8serve::attention {
 namespace {
 
-constexpr int64_t kKeys = 64;     // a tile
-constexpr int64_t kDims = 64;     // dimensions handled at once
-constexpr int64_t kMaxDim = 576;  // dimensions of a head
+constexpr int64_t kKeys = 64;  // a tile
+constexpr int64_t kDims = 64;  // dimensions handled at once
 
 // A task's state and scratch memory.
 struct Workspace : State {

@@ -1,4 +1,4 @@
-"""An HTTP client that sends and receives JSON, uploads files and reads event streams.
+"""An HTTP client that sends and receives JSON, uploads files and reads event streams; and the jobs of a server.
 
 Every failure raises ServerError with a message for the user: the server cannot be reached, the URL or the key is wrong,
 the server returned an error (the message quotes it), or the connection was lost. Requests use the proxies in the
@@ -6,12 +6,12 @@ environment, except those to servers on this machine.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from fp8serve.errors import DataError, RequestError, ServerError, one_line, shown
 from fp8serve.options import http_address
@@ -19,9 +19,11 @@ from fp8serve.options import http_address
 if TYPE_CHECKING:
     from httpx2 import Response, ServerSentEvent
 
+Job = dict[str, Any]
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 600.0  # a server on a slow machine may need minutes for a long prompt
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+PAGE_SIZE = 100  # jobs in a response
 KEY_HINT = "provide the right key with --api-key-file or in FP8SERVE_API_KEY"
 
 
@@ -205,3 +207,54 @@ def model_names(response: Any) -> list[str]:
         return [str(model["id"]) for model in response["data"]]
     except (TypeError, KeyError):
         raise ServerError("/v1/models did not return a list of models; is it a server with OpenAI's API?") from None
+
+
+# -- fine-tune jobs, under /finetune -----------------------------------------------------------------------------------
+
+
+def job_path(job_id: str, action: str = "") -> str:
+    """Returns the path of a job, or of an action such as "/pause". The id is escaped."""
+    return "/finetune/" + quote(job_id, safe="") + action
+
+
+def list_jobs(api: Api, max_jobs: int) -> list[Job]:
+    """Returns up to `max_jobs` jobs, newest first."""
+    jobs: list[Job] = []
+    has_more = True
+    while has_more and len(jobs) < max_jobs:
+        after = {"after": jobs[-1]["id"]} if jobs else {}
+        response = api.get("/finetune", limit=min(PAGE_SIZE, max_jobs - len(jobs)), **after)
+        if not isinstance(response, dict) or not isinstance(response.get("jobs"), list):
+            raise ServerError("The server's response has no jobs; is it an fp8serve server?")
+        jobs += response["jobs"]
+        has_more = bool(response.get("has_more") and response["jobs"])
+    return jobs
+
+
+def check_job(response: Any) -> Job:
+    """Returns the job of a response. Raises ServerError if the response is no job."""
+    text_field(response, "status", "status of a job")
+    text_field(response, "id", "job")
+    return dict(response)
+
+
+def job_metrics(api: Api, job_id: str) -> list[dict[str, Any]]:
+    """Returns the metrics of every reported step, oldest first."""
+    response = api.get(job_path(job_id, "/metrics"))
+    if not isinstance(response, dict) or not isinstance(response.get("metrics"), list):
+        raise ServerError("The server's response has no metrics; is it an fp8serve server?")
+    return [dict(row) for row in response["metrics"]]
+
+
+def follow(api: Api, job_id: str, on_event: Callable[[dict[str, Any]], None]) -> str:
+    """Calls `on_event` with every event of a job, including earlier events, until the job ends. Returns its status."""
+    with closing(api.events(job_path(job_id, "/events"))) as events:  # type: ignore[type-var]  # a generator
+        for event in events:
+            data = parse_event(event)
+            if event.event == "end":
+                return text_field(data, "status", "status")
+            on_event(data)
+    raise ServerError(
+        "The server closed the connection before the job ended. If the server was stopped, the job continues when the "
+        "server starts again."
+    )

@@ -2,7 +2,7 @@
 
 A GGUF file is converted to a Hugging Face directory with BF16 weights, tokenizer and chat template. The other commands
 accept GGUF files, too, and convert them once into the hub's cache. MODEL may also be smollm2 or a name on the hub.
---format writes an FP8 directory in the format of another project, with the same FP8 values; a conversion that needs
+--format writes a quantized directory in the format of another project, with the same values; a conversion that needs
 another rounding of weights is refused. --format gguf writes a file for llama.cpp from any directory of Llama, Mistral,
 Qwen2, Qwen3 and Qwen3-MoE.
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from fp8serve.charts import Panel, svg_file, text_chart
-from fp8serve.client import jobs as client
+from fp8serve.client import api as client
 from fp8serve.client.api import Api, text_field
 from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.commands.server_options import URL, KeyFile, Server, connected, options_on_command_line

@@ -1,8 +1,8 @@
 """Merge the adapter ADAPTER into MODEL and write the result as a new model.
 
-ADAPTER is a directory that `finetune --lora-rank` or PEFT wrote. The sums of FP8 weights and
-the adapter are rounded to FP8 with the existing scales; a scale grows only where a sum would exceed its range. If
-rounding loses too much of the adapter, the command fails and writes nothing. The result needs no calibration.
+ADAPTER is a directory that `finetune --lora-rank` or PEFT wrote. The sums of FP8 weights and the adapter are rounded to
+FP8 with the existing scales; a scale grows only where a sum would exceed its range. Weights of 4 bits are cast again.
+If rounding loses too much of the adapter, the command fails and writes nothing. The result needs no calibration.
 
 \b
 Examples:

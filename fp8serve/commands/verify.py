@@ -1,8 +1,8 @@
 """Find errors in a checkpoint before it is served: scales that are missing, zero, NaN, reciprocal or stale.
 
-Reads headers, scales and the codes of FP8 weights of a model directory, one of its shards, or a single .safetensors
-file, in every format of docs/formats.md and of any architecture. The exit status is 1 if an error would make outputs
-wrong, and 0 if there are only warnings.
+Reads headers, scales and the codes of quantized weights of a model directory, one of its shards, or a single
+.safetensors file, in every format of docs/formats.md and of any architecture. The exit status is 1 if an error would
+make outputs wrong, and 0 if there are only warnings.
 
 \b
 Examples:
@@ -49,7 +49,8 @@ def command(
 
 def _print(path: Path, findings: "list[Finding]") -> None:
     if not findings:
-        print(f"{path}: no error in its scales and FP8 weights. `fp8serve inspect` shows whether it can be served.")
+        servable = "`fp8serve inspect` shows whether it can be served."
+        print(f"{path}: no error in its scales and quantized weights. {servable}")
     kinds = dict.fromkeys((finding.severity, finding.check) for finding in findings)
     for severity, check in kinds:
         same_kind = [finding for finding in findings if (finding.severity, finding.check) == (severity, check)]

@@ -104,8 +104,8 @@ def merge(
     checkpoint = open_checkpoint(base)
     check_writable(Path(out), sum(math.prod(shape) for shape in checkpoint.shapes.values()))
     adapters, losses = read_adapter(adapter, checkpoint.config), dict[str, RoundingLoss]()
-    fp8_linears = checkpoint.read_fp8(checkpoint.fp8_linears)
-    unquantized = {name: adapters[name] for name in adapters if name not in fp8_linears}
+    linears = checkpoint.read_quantized(checkpoint.quantized_linears)
+    unquantized = {name: adapters[name] for name in adapters if name not in linears}
 
     def merged(key: str) -> Tensor:
         """Returns the parameter, in FP32 and merged with its adapter if it has one."""
@@ -116,17 +116,17 @@ def merge(
     for name in unquantized:
         key = f"{name}.weight"
         losses[name] = RoundingLoss.measure(checkpoint[key].float(), merged(key), weights[key].float())
-    if not fp8_linears:
+    if not linears:
         _check_loss(total_loss(losses), max_lost_fraction)
         config = {k: v for k, v in read_text_config(checkpoint.path).items() if k != "quantization_config"}
         write_hf_directory(out, config, weights, copy_files_from=checkpoint.path)
         return losses
     format = detect_format(checkpoint.path)
-    recipe = infer_recipe(checkpoint, fp8_linears, format)
-    state = read_matching_state(checkpoint, recipe) or collect_scales(checkpoint, fp8_linears, recipe)
+    recipe = infer_recipe(checkpoint, linears, format)
+    state = read_matching_state(checkpoint, recipe) or collect_scales(checkpoint, linears, recipe)
     spec = recipe.specs.linear["weight"]
-    quantized = {name: expanded_weight(linear, spec) for name, linear in fp8_linears.items()}
-    for name in adapters.keys() & fp8_linears.keys():
+    quantized = {name: expanded_weight(linear, spec) for name, linear in linears.items()}
+    for name in adapters.keys() & linears.keys():
         quantized[name], losses[name] = _merge_quantized(quantized[name], spec, adapters[name])
         if losses[name].rescaled:
             state = _replace_weight_scale(state, f"{name}.weight", quantized[name].scale_inv)
@@ -137,7 +137,7 @@ def merge(
         state,
         weights=weights,
         quantized=quantized,
-        matrices=checkpoint.read_fp8(checkpoint.fp8_matrices),
+        matrices=checkpoint.read_quantized(checkpoint.quantized_matrices),
         high_precision=checkpoint.high_precision_linears,
         format=format,
     )

@@ -1,7 +1,7 @@
-"""Loads a model directory as a network to train or to serve, from BF16, FP16, FP32 or FP8 weights.
+"""Loads a model directory as a network to train or to serve, from weights in BF16, FP16, FP32, FP8 or 4 bits.
 
 Loading builds the model on the "meta" device and replaces one parameter after another, so that memory never holds two
-copies of the weights. On the CPU, FP8 weights and weights that already have the requested dtype stay views of the
+copies of the weights. On the CPU, quantized weights and weights that already have the requested dtype stay views of the
 mapped file: serving starts before the whole file was read, and processes share the page cache.
 
 This module re-exports names of stored_checkpoint.py (opens a directory) and formats/scales.py (the file of scaling
@@ -64,7 +64,7 @@ __all__ = [
 def load_trainable(
     model_dir: Path | str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Model:
-    """Loads a model to train: its weights are writable copies in `dtype`, and FP8 weights are dequantized."""
+    """Loads a model to train: its weights are writable copies in `dtype`, and quantized weights are dequantized."""
     model, checkpoint = open_trainable(model_dir, dtype)
     load_parameters(model, checkpoint, checkpoint, dtype, device)
     return _finish_loading(model)
@@ -98,12 +98,12 @@ def load_servable(
     dtype: torch.dtype = torch.bfloat16,
     head: HeadDtype = "bf16",
 ) -> Model:
-    """Loads a model to serve: FP8 linear layers become `FrozenLinear` modules, everything else is in `dtype`.
+    """Loads a model to serve: quantized linear layers become `FrozenLinear` modules, everything else is in `dtype`.
 
     Args:
-        recipe: "stored" uses the directory's FP8 weights and input scales; it quantizes a high-precision directory with
-            calibrated scales. "bf16" or None dequantizes everything. A `Recipe` quantizes the weights while they are
-            loaded.
+        recipe: "stored" uses the directory's quantized weights and input scales; it quantizes a high-precision
+            directory with calibrated scales. "bf16" or None dequantizes everything. A `Recipe` quantizes the weights
+            while they are loaded.
         scales: file of calibrated scales; None is the directory's scales.safetensors. `DelayedScaling` needs a file.
         head: "fp8" also casts the matrix that makes logits, see `_cast_head`
 
@@ -162,7 +162,7 @@ def _load_frozen(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Loads the checkpoint's tensors into the module and replaces every FP8 linear layer by a `FrozenLinear`."""
+    """Loads the checkpoint's tensors into the module and replaces every quantized linear layer by a `FrozenLinear`."""
     recipe = "bf16" if recipe is None else recipe
     explicit_recipe = None if isinstance(recipe, str) else recipe
     freezer = _Freezer(checkpoint, _scale_source(checkpoint, recipe, scales), explicit_recipe, device, dtype)
@@ -180,8 +180,8 @@ def _scale_source(
 ) -> ScalingCheckpoint | Literal["bf16", "stored", "recipe"]:
     """Returns the source of the scales.
 
-    A `ScalingCheckpoint` holds calibrated scales. "stored" means the directory's FP8 tensors, "recipe" that the recipe
-    computes scales from the weights, and "bf16" that nothing is quantized.
+    A `ScalingCheckpoint` holds calibrated scales. "stored" means the directory's quantized weights, "recipe" that the
+    recipe computes scales from the weights, and "bf16" that nothing is quantized.
     """
     if isinstance(recipe, str) and recipe not in ("stored", "bf16"):
         raise ModelError(f"recipe {recipe!r} is not 'stored', 'bf16' or a Recipe.")
@@ -191,7 +191,7 @@ def _scale_source(
         return "recipe" if isinstance(recipe, Recipe) else "bf16"
     state = _read_scaling_state(checkpoint, None if scales is None else Path(scales))
     needs_no_scales = recipe == "stored" and checkpoint.runs_in_high_precision
-    if state is None and not checkpoint.fp8_linears and not needs_no_scales:
+    if state is None and not checkpoint.quantized_linears and not needs_no_scales:
         raise ModelError(
             f"{checkpoint.path} is not quantized and has no {FILE_NAME}; calibrate it first, give --scales FILE, "
             "or choose --recipe current, rowwise, block, mxfp8 or bf16."
@@ -211,7 +211,7 @@ def _read_scaling_state(checkpoint: Checkpoint, scales: Path | None) -> ScalingC
     state = load_scales(path, checkpoint.path)
     if scales is None and not any(key.endswith(".input") for key in state.tensors):
         return None
-    linears = checkpoint.fp8_linears or checkpoint.linears
+    linears = checkpoint.quantized_linears or checkpoint.linears
     check_covers(state, linears, str(path))
     if scales is None:
         check_agreement(checkpoint, state, str(path))
@@ -242,7 +242,7 @@ class _Freezer:
         return self._from_stored(linear)
 
     def _from_stored(self, linear: str) -> FrozenLinear | None:
-        matrix = self.checkpoint.fp8_matrix(linear)
+        matrix = self.checkpoint.quantized_matrix(linear)
         if matrix is None:
             return None
         if as_delayed(self.recipe) is not None and matrix.input_scale is None:
@@ -261,7 +261,7 @@ class _Freezer:
         input_scale = state.input_scale(linear)
         if input_scale is None:
             return None
-        matrix = self.checkpoint.fp8_matrix(linear)
+        matrix = self.checkpoint.quantized_matrix(linear)
         spec = (as_delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
         if matrix is not None and tuple(matrix.weight_scale_inv.shape) == spec.scale_shape(*matrix.weight_q.shape):
             return self._frozen(linear, replace(matrix, input_scale=input_scale, input_spec=interop.STATIC))

@@ -1,4 +1,4 @@
-"""Warnings for the owner of an FP8 directory about programs that cannot load it, or load wrong weights from it.
+"""Warnings for the owner of a quantized directory about programs that cannot load it, or load wrong weights from it.
 
 docs/formats.md says which program loads which format, and tests/model/test_compatibility.py checks it with the
 programs' own code. There are four cases:
@@ -6,7 +6,8 @@ programs' own code. There are four cases:
 * In `quant_method: fp8` with one scale per tensor, vLLM calls the scales `weight_scale` and `input_scale`; transformers
   calls them `weight_scale_inv` and `activation_scale`. A file cannot hold both, because vLLM fails on unknown tensors.
   fp8serve writes vLLM's names; compressed-tensors expresses the same scales, and all programs read it.
-* transformers does not support ModelOpt's format; it logs a warning and uses the FP8 values without their scales.
+* transformers does not support ModelOpt's format; it logs a warning and uses the FP8 values without their scales. On
+  weights of 4 bits it fails, because two values in a byte give them another shape.
 * If 128 does not divide a dimension of a weight, the last block is smaller. transformers divides the dimension by the
   number of blocks instead: 448 silently becomes four blocks of 112, and 576 is an error. vLLM fuses q, k and v, and
   gate and up; it fails if a block would span two of them. Padding would contradict the shapes that follow from
@@ -30,6 +31,10 @@ MODELOPT_NOTE = (
     "transformers does not support the modelopt format and uses the FP8 values without their scales; load the "
     "directory with vLLM, or write the format compressed-tensors."
 )
+MODELOPT_4BIT_NOTE = (
+    "transformers does not support the modelopt format and fails on weights of 4 bits; write the format "
+    "compressed-tensors for transformers."
+)
 PARTIAL_BLOCK_NOTE = (
     "{count} layers, such as {name} with {rows} x {cols} elements, have a dimension that is no multiple of {block}. "
     "fp8serve loads their smaller last blocks, vLLM fails, and transformers fails or silently uses blocks of another "
@@ -43,14 +48,14 @@ EXPERTS_NOTE = (
 
 def compatibility_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Returns a sentence for each program that cannot load the directory's weights, or would load wrong ones."""
-    if checkpoint.quantization is None or not checkpoint.fp8_linears:
+    if checkpoint.quantization is None or not checkpoint.quantized_linears:
         return ()
-    notes, producer = [], checkpoint.quantization.producer
+    notes, producer, linears = [], checkpoint.quantization.producer, checkpoint.quantized_linears
+    fp8 = [name for name in linears if checkpoint.shards.entries[f"{name}.weight"].dtype is torch.float8_e4m3fn]
     if producer == "modelopt":
-        notes.append(MODELOPT_NOTE)
-    elif producer == "fp8" and str(checkpoint.scale_key(checkpoint.fp8_linears[0], "weight")).endswith("weight_scale"):
+        notes.append(MODELOPT_NOTE if fp8 else MODELOPT_4BIT_NOTE)
+    elif producer == "fp8" and str(checkpoint.scale_key(linears[0], "weight")).endswith("weight_scale"):
         notes.append(SCALE_NAMES_NOTE)
-    fp8 = [n for n in checkpoint.fp8_linears if checkpoint.shards.entries[f"{n}.weight"].dtype is torch.float8_e4m3fn]
     if partial := [name for name in fp8 if _has_partial_block(checkpoint, name)]:
         rows, cols = checkpoint.shapes[f"{partial[0]}.weight"]
         block = BLOCKED_WEIGHT.block[1]

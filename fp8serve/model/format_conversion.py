@@ -1,4 +1,4 @@
-"""Converts an FP8 directory to another format without changing the FP8 values.
+"""Converts a quantized directory to another format without changing the quantized values.
 
 The layout of the source's scales determines the recipe. If a format only has scales per row, the scale of a tensor is
 repeated for each row. A conversion that would need to quantize weights again raises ModelError; calibrating the model
@@ -7,7 +7,7 @@ in high precision gives better results.
 `write_updated_scales` writes a served directory with the engine's current input scales. The server runs it in a
 separate process (`python -m fp8serve.model.format_conversion SOURCE OUT UPDATES`), so that neither requests nor the
 engine wait while weights are copied. UPDATES is a file with the engine's input scales and amax histories. All other
-scales come from SOURCE, or from the file that the server's option --scales named. FP8 weights do not change, and
+scales come from SOURCE, or from the file that the server's option --scales named. Quantized weights do not change, and
 high-precision weights are quantized as the server quantized them. The last line of output reports an error as JSON.
 """
 
@@ -48,7 +48,12 @@ _RECIPES: dict[QuantSpec, tuple[Recipe, ...]] = {
     STATIC: (DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=1, weight_granularity="row")),
     PER_TOKEN: (Float8CurrentScaling(granularity="row"),),
     QuantSpec(): (_CURRENT,),
-    UNQUANTIZED: (Float8WeightOnly(), Float4WeightOnly("nvfp4"), Float4WeightOnly("mxfp4")),
+    UNQUANTIZED: (
+        Float8WeightOnly(),
+        Float4WeightOnly("nvfp4"),
+        Float4WeightOnly("nvfp4", four_over_six=True),
+        Float4WeightOnly("mxfp4"),
+    ),
     BLOCKED_INPUT: (Float8BlockScaling(),),
     MXFP8: (MXFP8BlockScaling(),),
 }
@@ -59,15 +64,15 @@ def convert_format(source: Path | str, out: Path | str, format: str) -> QuantSpe
     """Writes the quantized model in the directory `source` to `out` in another format, one of FORMATS, and returns how
     its weights are quantized.
 
-    Raises ModelError if `out` exists, the source has no FP8 layers, or the format cannot express their scales. Raises
-    ScalesError if a scale is unusable.
+    Raises ModelError if `out` exists, the source has no quantized layers, or the format cannot express their scales.
+    Raises ScalesError if a scale is unusable.
     """
     checkpoint = open_checkpoint(source)
-    if not checkpoint.fp8_linears:
+    if not checkpoint.quantized_linears:
         raise ModelError(
-            f"{source} holds no FP8 layers to be written as {format}; calibrate it with --format {format}."
+            f"{source} holds no quantized layers to be written as {format}; calibrate it with --format {format}."
         )
-    linears = checkpoint.read_fp8(checkpoint.fp8_linears)
+    linears = checkpoint.read_quantized(checkpoint.quantized_linears)
     recipe = infer_recipe(checkpoint, linears, format)
     state = read_matching_state(checkpoint, recipe) or collect_scales(checkpoint, linears, recipe)
     _write(out, checkpoint, linears, state, format)
@@ -75,7 +80,7 @@ def convert_format(source: Path | str, out: Path | str, format: str) -> QuantSpe
 
 
 def _write(out: Path | str, checkpoint: Checkpoint, linears: _Linears, state: ScalingCheckpoint, format: str) -> None:
-    """Writes `out` with the FP8 values of the checkpoint and the scales of `state`, which have the same layout."""
+    """Writes `out` with the checkpoint's quantized values and the scales of `state`, which have the same layout."""
     assert state.recipe is not None
     weight = state.recipe.specs.linear["weight"]
     write_calibrated(
@@ -83,7 +88,7 @@ def _write(out: Path | str, checkpoint: Checkpoint, linears: _Linears, state: Sc
         checkpoint.path,
         state,
         quantized={name: expanded_weight(linear, weight) for name, linear in linears.items()},
-        matrices=checkpoint.read_fp8(checkpoint.fp8_matrices),
+        matrices=checkpoint.read_quantized(checkpoint.quantized_matrices),
         high_precision=checkpoint.high_precision_linears,
         format=format,
     )
@@ -109,7 +114,7 @@ def infer_recipe(checkpoint: Checkpoint, linears: _Linears, format: str) -> Reci
             f"describes; serve it as it is, or calibrate the model in high precision with --format {format}."
         )
     try:
-        matrices = {name: m.specs for name, m in checkpoint.read_fp8(checkpoint.fp8_matrices).items()}
+        matrices = {name: m.specs for name, m in checkpoint.read_quantized(checkpoint.quantized_matrices).items()}
         quantization_files(format, matching[0], kv_cache=False, matrices=matrices)
     except ModelError as error:
         reason = str(error).partition(";")[0].removesuffix(".")
@@ -122,7 +127,8 @@ def infer_recipe(checkpoint: Checkpoint, linears: _Linears, format: str) -> Reci
 
 def _has_layout(linears: _Linears, recipe: Recipe) -> bool:
     spec = recipe.specs.linear["weight"]
-    if any(linear.specs[1].name != spec.name for linear in linears.values()):
+    weights = [linear.specs[1] for linear in linears.values()]
+    if any((weight.name, weight.four_over_six) != (spec.name, spec.four_over_six) for weight in weights):
         return False
     if spec.is_4bit:
         return True
@@ -139,7 +145,7 @@ def expanded_weight(linear: StoredLinear, spec: QuantSpec) -> QuantizedWeight:
 
 
 def detect_format(source: Path) -> str:
-    """Returns the format of the directory's FP8 weights if fp8serve writes it, else the default format."""
+    """Returns the format of the directory's quantized weights if fp8serve writes it, else the default format."""
     config: Any = read_json(source / "config.json").get("quantization_config")
     method = config.get("quant_method") if isinstance(config, dict) else None
     return method if method in FORMATS else FORMATS[0]
@@ -177,12 +183,12 @@ def write_updated_scales(source: Path, out: Path, updates: ScalingCheckpoint, sc
     """
     checkpoint = open_checkpoint(source)
     format = detect_format(source)
-    if not checkpoint.fp8_linears:
+    if not checkpoint.quantized_linears:
         state = _replace_scales(_read_state(checkpoint, scales), updates)
         high_precision = [name for name in checkpoint.linears if f"{name}.input" not in state.tensors]
         write_calibrated(out, source, state, high_precision=high_precision, format=format)
         return
-    linears = checkpoint.read_fp8(checkpoint.fp8_linears)
+    linears = checkpoint.read_quantized(checkpoint.quantized_linears)
     recipe = infer_recipe(checkpoint, linears, format)
     has_file = scales is not None or present(source / FILE_NAME)
     if has_file:

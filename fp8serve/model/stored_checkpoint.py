@@ -52,6 +52,7 @@ class StoredLinear:
     input_spec: QuantSpec  # how inputs are quantized
     is_embedding: bool = False
     weight_global_scale: Tensor | None = None  # of NVFP4, dequantizing FP32 []
+    four_over_six: bool = False  # of NVFP4: whether the cast chose between two scales for every block
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
@@ -66,19 +67,20 @@ class StoredLinear:
         """Returns how inputs and weight are quantized; the first is None for an embedding."""
         shape, is_mx = tuple(self.weight_scale_inv.shape), self.weight_scale_inv.dtype is torch.float8_e8m0fnu
         if self.weight_q.dtype is torch.uint8:
-            weight = MXFP4 if is_mx else NVFP4
+            weight = MXFP4 if is_mx else replace(NVFP4, four_over_six=self.four_over_six)
         else:
             weight = next(s for s in weight_specs(is_mx) if s.scale_shape(*self.weight_q.shape) == shape)
         return None if self.is_embedding else self.input_spec, weight
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """A mapping from parameter names to the tensors of a model directory; FP8 weights are dequantized to FP32.
+    """A mapping from parameter names to the tensors of a model directory; quantized weights are dequantized to FP32.
 
     Attributes:
         omitted_modules: names of parts that are not loaded, such as a vision tower
-        fp8_linears: names of the linear layers that are stored in FP8 and run in FP8
-        fp8_matrices: names of other matrices in FP8 (embedding, output layer, routers), which run in high precision
+        quantized_linears: names of the linear layers that are stored in FP8 or in 4 bits and run so
+        quantized_matrices: names of other matrices in FP8 or in 4 bits (embedding, output layer, routers), which run in
+            high precision
     """
 
     def __init__(
@@ -102,11 +104,11 @@ class Checkpoint(Mapping[str, Tensor]):
         if missing := [name for name in self.shapes if name not in shards]:
             raise self._incomplete(missing)
         self._check_head()
-        fp8_names = dict.fromkeys(n.removesuffix(".weight") for n in self.shapes if self._is_fp8(n))
+        quantized_names = dict.fromkeys(n.removesuffix(".weight") for n in self.shapes if self._is_quantized(n))
         linears = frozenset(self.linears)
-        self.fp8_linears = [name for name in fp8_names if name in linears]
-        self.fp8_matrices = [name for name in fp8_names if name not in linears]
-        self.high_precision_linears = [n for n in self.linears if self.fp8_linears and n not in fp8_names]
+        self.quantized_linears = [name for name in quantized_names if name in linears]
+        self.quantized_matrices = [name for name in quantized_names if name not in linears]
+        self.high_precision_linears = [n for n in self.linears if self.quantized_linears and n not in quantized_names]
 
     def _classify(self, key: str) -> None:
         """Checks that a tensor of the file is a parameter, a scale or ignored; records its key if it is a scale."""
@@ -160,7 +162,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 "to false, or remove the tensor."
             )
 
-    def _is_fp8(self, name: str) -> bool:
+    def _is_quantized(self, name: str) -> bool:
         dtype = self.shards.entries[name].dtype
         is_4bit = dtype is torch.uint8 and name.endswith(".weight")
         if dtype is torch.float8_e4m3fn or is_4bit:
@@ -175,10 +177,10 @@ class Checkpoint(Mapping[str, Tensor]):
         return False
 
     def __getitem__(self, name: str) -> Tensor:
-        """Returns the parameter in its stored dtype, or dequantized to FP32 if it is FP8."""
+        """Returns the parameter in its stored dtype, or dequantized to FP32 if it is quantized."""
         if name not in self.shapes:
             raise KeyError(name)
-        matrix = self.fp8_matrix(name.removesuffix(".weight"))
+        matrix = self.quantized_matrix(name.removesuffix(".weight"))
         return self.shards[name] if matrix is None else matrix.weight()
 
     def __iter__(self) -> Iterator[str]:
@@ -200,9 +202,10 @@ class Checkpoint(Mapping[str, Tensor]):
     def runs_in_high_precision(self) -> bool:
         """Whether the directory is quantized but its linear layers run in high precision.
 
-        That is so if only the KV cache or matrices that are no linear layers are FP8, or if MX blocks became BF16.
+        That is so if only the KV cache or matrices that are no linear layers are quantized, or if MX blocks became
+        BF16.
         """
-        quantization, only_matrices = self.quantization, bool(self.fp8_matrices) and not self.fp8_linears
+        quantization, only_matrices = self.quantization, bool(self.quantized_matrices) and not self.quantized_linears
         if quantization is None:
             return False
         return not quantization.groups or only_matrices or isinstance(self.shards, MxShards)
@@ -210,7 +213,7 @@ class Checkpoint(Mapping[str, Tensor]):
     @property
     def has_scales(self) -> bool:
         """Whether the recipe "stored" can serve the directory without a file of scales from elsewhere."""
-        return bool(self.fp8_linears) or self.runs_in_high_precision or present(self.path / FILE_NAME)
+        return bool(self.quantized_linears) or self.runs_in_high_precision or present(self.path / FILE_NAME)
 
     @property
     def num_weights(self) -> int:
@@ -218,8 +221,8 @@ class Checkpoint(Mapping[str, Tensor]):
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def check_scales(self) -> None:
-        """Reads the scales of all FP8 tensors, and no weights. Raises ModelError if a scale is unusable."""
-        self.read_fp8((*self.fp8_linears, *self.fp8_matrices))
+        """Reads the scales of all quantized weights, and no elements. Raises ModelError if a scale is unusable."""
+        self.read_quantized((*self.quantized_linears, *self.quantized_matrices))
         if isinstance(self.shards, MxShards):
             self.shards.check_exponents()
 
@@ -227,13 +230,18 @@ class Checkpoint(Mapping[str, Tensor]):
         """Returns the name of the tensor that holds this scale, or None."""
         return self._scales.get(ScaleKey(owner, role))
 
+    def weight_format(self, name: str) -> str:
+        """Returns the format of a quantized matrix for messages: "FP8", "MXFP4" or "NVFP4"."""
+        scheme = None if self.quantization is None else self.quantization.find_scheme(name)
+        return "FP8" if scheme is None or scheme.weight_4bit is None else scheme.weight_4bit.name
+
     def cache_scales(self) -> Iterator[tuple[str, str]]:
         """Yields (owner, tensor name) of every KV-cache scale, even of layers that the model does not have."""
         return ((scale.owner, key) for scale, key in self._scales.items() if scale.role in interop.KV)
 
-    def fp8_matrix(self, linear: str) -> StoredLinear | None:
-        """Returns the FP8 matrix of that name, or None if it is in high precision. Raises ModelError if its scales
-        are missing or unusable."""
+    def quantized_matrix(self, linear: str) -> StoredLinear | None:
+        """Returns the matrix of that name in FP8 or in 4 bits, or None if it is in high precision. Raises ModelError if
+        its scales are missing or unusable."""
         name = f"{linear}.weight"
         dtype = self.shards.entries[name].dtype if name in self.shards.entries else None
         if dtype is torch.uint8:
@@ -265,7 +273,7 @@ class Checkpoint(Mapping[str, Tensor]):
         matrix = StoredLinear(self.shards[name], scale_inv, None, UNQUANTIZED, linear in self._embeddings)
         scheme = None if self.quantization is None else self.quantization.find_scheme(linear)
         spec = matrix.specs[1]
-        if scheme is None or scheme.weight_4bit != spec:
+        if scheme is None or scheme.weight_4bit is None or scheme.weight_4bit.name != spec.name:
             declared = "no group with it" if scheme is None else (scheme.weight_4bit or scheme.input_spec).name
             raise ModelError(
                 f"{self.path}: {name} is in {spec.name} by the type of {key}, and config.json has {declared}; correct "
@@ -278,11 +286,11 @@ class Checkpoint(Mapping[str, Tensor]):
         if second is None:
             return matrix
         scale = interop.to_global_scale(second, self.shards[second], self.shards.entries[second].note)
-        return replace(matrix, weight_global_scale=scale)
+        return replace(matrix, weight_global_scale=scale, four_over_six=scheme.weight_4bit.four_over_six)
 
-    def read_fp8(self, names: Iterable[str]) -> dict[str, StoredLinear]:
-        """Returns `fp8_matrix` of each of these names that is stored in FP8."""
-        return {name: matrix for name in names if (matrix := self.fp8_matrix(name)) is not None}
+    def read_quantized(self, names: Iterable[str]) -> dict[str, StoredLinear]:
+        """Returns `quantized_matrix` of each of these names that is not in high precision."""
+        return {name: matrix for name in names if (matrix := self.quantized_matrix(name)) is not None}
 
     def _input_scale(self, linear: str, spec: QuantSpec) -> Tensor | None:
         key = self.scale_key(linear, "input")
@@ -339,23 +347,24 @@ def dropped_inputs_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def matrices_notes(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:
-    """Returns a note about FP8 matrices that are no linear layers, if the model has any.
+    """Returns a note about quantized matrices that are no linear layers, if the model has any.
 
-    `rewritten` is True if the caller's command is about to write the model with only linear layers in FP8.
+    `rewritten` is True if the caller's command is about to write the model with only linear layers quantized.
     """
-    names = checkpoint.fp8_matrices
+    names = checkpoint.quantized_matrices
     if not names:
         return ()
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     subject = ", ".join(names[:2]) if more else " and ".join(names)
     plural = len(names) > 1
-    output = ", and will be written in BF16; only convert and merge preserve FP8 here" if rewritten else ""
-    return (f"{subject}{more} {'are' if plural else 'is'} stored in FP8 and computed in BF16{output}.",)
+    formats = " and ".join(dict.fromkeys(map(checkpoint.weight_format, names)))
+    output = f", and will be written in BF16; only convert and merge preserve {formats} here" if rewritten else ""
+    return (f"{subject}{more} {'are' if plural else 'is'} stored in {formats} and computed in BF16{output}.",)
 
 
 def ignored_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Returns a note about FP8 layers that quantization_config ignores, if the model has any."""
-    quantization, names = checkpoint.quantization, (*checkpoint.fp8_linears, *checkpoint.fp8_matrices)
+    quantization, names = checkpoint.quantization, (*checkpoint.quantized_linears, *checkpoint.quantized_matrices)
     ignored = [name for name in names if quantization is not None and quantization.ignores(name)]
     if not ignored:
         return ()

@@ -34,8 +34,8 @@ from fp8serve.server.serving.admission import Admission, Capacity, StreamLimiter
 from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.model_loader import AdapterLoader, ModelLoader, source_of
 from fp8serve.server.serving.registry import Registry
-from fp8serve.server.serving.scale_saver import ScaleSaver
 from fp8serve.server.serving.served_model import BASE, ServedModel
+from fp8serve.server.serving.served_scales import ScaleSaver
 from fp8serve.server.serving.served_weights import AdapterSource, Launch, ServedWeights, WeightSource, launch
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback

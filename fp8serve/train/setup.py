@@ -36,8 +36,7 @@ from fp8serve.train.events import OnEvent, message
 from fp8serve.train.forward import Forward, Logits
 from fp8serve.train.lora import adapted_model, adapter_parameters
 from fp8serve.train.memory import check_layers
-from fp8serve.train.methods.interface import Method
-from fp8serve.train.methods.table import method_of, reader_of
+from fp8serve.train.methods.interface import Method, method_of, reader_of
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.token_cache import TokenCache
 

@@ -40,8 +40,7 @@ from fp8serve.train import data, methods
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row, RowCounts, load_items
 from fp8serve.train.events import OnEvent, message
-from fp8serve.train.methods.interface import Reader
-from fp8serve.train.methods.table import reader_of
+from fp8serve.train.methods.interface import Reader, reader_of
 
 FOLDER = "tokenized"
 LIBRARIES = ("fp8serve", "tokenizers", "jinja2", "numpy", "pyarrow")

@@ -21,8 +21,7 @@ from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item, Row, RowCounts, check_length, epoch_steps, no_trainable_row_error, total_steps
 from fp8serve.train.events import check_optimizer_package
 from fp8serve.train.memory import check_layers, memory_estimate
-from fp8serve.train.methods.interface import Reader
-from fp8serve.train.methods.table import reader_of
+from fp8serve.train.methods.interface import Reader, reader_of
 
 MAX_LISTED = 100  # invalid lines in a report
 EXAMPLES_PER_BATCH = 64  # examples that are tokenized in one call

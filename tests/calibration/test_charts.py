@@ -105,6 +105,14 @@ def test_bars_are_as_high_as_their_shares() -> None:
     assert svg.findall("rect")[9].findtext("title") == "2^1 to 2^2: 40 %"
 
 
+def test_weights_of_4_bits_have_a_bar_for_each_exponent_of_e2m1() -> None:
+    histogram, _, caption = _histogram(CastReport(19.0, 0.0, 0.1, (0.2, 0.3, 0.25, 0.15), 0.05)).partition("<small>")
+    bars = svg_of(histogram).findall("rect")
+    assert [bar.attrib["class"] for bar in bars] == ["hot", "hot", "h", "h", "h"]
+    assert [bar.findtext("title") for bar in bars][1:3] == ["0.5, the subnormal value: 20 %", "1 and 1.5: 30 %"]
+    assert caption.startswith("zero 10 %, subnormal 20 %, largest value 5 %")
+
+
 def test_a_curve_shows_its_limit_and_stays_below_the_frame() -> None:
     svg = svg_of(curve([1.0, 3.0], "batch", 2.0))
     (line,) = svg.findall("polyline")

@@ -78,8 +78,8 @@ def test_written_scales_are_read_back(kind: str, format_: str, tmp_path: Path, r
     report = run(model, tmp_path / "out", format=format_)
     checkpoint = open_checkpoint(tmp_path / "out")
     names = load_servable(model, "bf16").linear_names()
-    assert checkpoint.fp8_linears == [n for n in checkpoint.fp8_linears if n in names]
-    assert len(checkpoint.fp8_linears) == len(names)
+    assert checkpoint.quantized_linears == [n for n in checkpoint.quantized_linears if n in names]
+    assert len(checkpoint.quantized_linears) == len(names)
     scales = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out")
     served = load_servable(tmp_path / "out")
     layers = {name: m for name, m in served.named_modules() if isinstance(m, FrozenLinear)}

@@ -5,7 +5,10 @@ import torch
 
 from fp8serve.calibration.measure import SLICE_ELEMENTS, GridTally
 from fp8serve.calibration.result import CastReport
+from fp8serve.fp8.casting import cast_weight
 from fp8serve.fp8.ops import dequantize, quantize
+from fp8serve.fp8.ops.four_bit import unpack_codes
+from fp8serve.fp8.recipe import from_name
 
 
 def tallied(x: torch.Tensor, **how: object) -> CastReport:
@@ -42,6 +45,26 @@ def test_sqnr_is_that_of_the_dequantized_tensor(granularity: str) -> None:
     report = tallied(x, granularity=granularity)
     assert report.sqnr_db == pytest.approx(expected, abs=1e-3)
     assert report.headroom == pytest.approx(0, abs=1e-3)  # each part has the scale of its own amax
+
+
+@pytest.mark.parametrize("name", ["nvfp4-w4a16", "mxfp4-w4a16"])
+def test_a_weight_of_4_bits_is_counted_in_the_exponents_of_e2m1(name: str) -> None:
+    recipe = from_name(name)
+    assert recipe is not None
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 48)[:, None]
+    quantized = cast_weight(weight, recipe.specs.linear["weight"])
+    tally = GridTally()
+    tally.add(weight, *quantized)
+    report = tally.report()
+    assert report is not None
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(unpack_codes(quantized.q) & 7).long()]
+    shares = [float(((magnitudes >= low) & (magnitudes < high)).double().mean())
+              for low, high in ((0.5, 1), (1, 2), (2, 4), (4, 8))]  # fmt: skip
+    assert report.binades == pytest.approx(shares, rel=1e-3)
+    assert report.zeros == pytest.approx(float((magnitudes == 0).double().mean()), rel=1e-3)
+    assert report.at_top == pytest.approx(float((magnitudes == 6).double().mean()), rel=1e-3)
+    noise = (weight - quantized.dequantize()).double().square().sum()
+    assert report.sqnr_db == pytest.approx(10 * math.log10(float(weight.double().square().sum() / noise)), abs=1e-3)
 
 
 def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fp8serve.calibration.data import Batch, calibration_batches
+from fp8serve.calibration.observe import RANGE_FRACTIONS, search_amaxes
 from fp8serve.calibration.passes import forward, forward_hooks
 from fp8serve.calibration.pipeline import calibrate, load_for_calibration
-from fp8serve.calibration.techniques.input_scales import RANGE_FRACTIONS, searched_amaxes
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import quantize
@@ -50,7 +50,7 @@ def test_the_search_finds_the_range_with_the_least_error(
         q, scale_inv = quantize(x.float(), scale=torch.tensor(448 / (part * amaxes[f"{DOWN}.input"])))
         return float(((q.float() * scale_inv - x.float()).double() @ w.double().t()).square().sum())
 
-    result = searched_amaxes(decoder, linears, batches, amaxes)[f"{DOWN}.input"]
+    result = search_amaxes(decoder, linears, batches, amaxes)[f"{DOWN}.input"]
     assert result / amaxes[f"{DOWN}.input"] == min(RANGE_FRACTIONS, key=error)
 
 
@@ -60,7 +60,7 @@ def test_the_scales_of_the_search_are_served(model_dir: Path, tmp_path: Path) ->
     decoder, linears = load_for_calibration(model_dir, "cpu")
     amaxes = {t.name: t.amax for t in report.tensors}
     batches = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0).calibration  # type: ignore[arg-type]
-    expected = searched_amaxes(decoder, linears, batches, amaxes)
+    expected = search_amaxes(decoder, linears, batches, amaxes)
     scales = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out").tensors
     for name in linears:
         entry = scales[f"{name}.input"]

@@ -9,6 +9,7 @@ from fp8serve.calibration.reports.page import html_evaluation, html_report
 from fp8serve.calibration.reports.sections import by_layer, finding_list, generated_text
 from fp8serve.calibration.result import (
     CalibrationReport,
+    CastReport,
     ChannelReport,
     EvalReport,
     GeneratedReport,
@@ -125,6 +126,15 @@ def test_every_section_has_a_line_that_explains_it() -> None:
     assert len(re.findall('</h2><p class="why">[^<]{20,}</p>', page)) == len(titles)
 
 
+def test_weights_of_4_bits_are_charted_over_the_exponents_of_e2m1() -> None:
+    weight = CastReport(19.0, 0.0, 0.1, (0.2, 0.3, 0.25, 0.15), 0.05)
+    report = make_report()
+    layers = tuple(dataclasses.replace(x, input=None, weight=weight) for x in report.layers)
+    page = whole(html_report(dataclasses.replace(report, layers=layers)))
+    assert "Distribution of weights over the exponents of E2M1" in page
+    assert "exponents of E4M3" not in page
+
+
 def test_the_page_contains_the_command() -> None:
     page = html_report(make_report())
     assert "<pre>fp8serve calibrate models/tiny --out out</pre>" in page
@@ -220,7 +230,7 @@ def test_an_evaluation_says_that_the_cost_is_high() -> None:
     dear = dataclasses.replace(inconspicuous_report().quality, kl_divergence=0.05)
     first = evaluation_findings(evaluation(inconspicuous_report(), quality=dear))[0]
     assert first == Finding(
-        "The KL divergence of the FP8 model is 0.05 nats per token, which is high.", is_problem=True
+        "The KL divergence of the quantized model is 0.05 nats per token, which is high.", is_problem=True
     )
 
 
@@ -248,7 +258,7 @@ def test_findings_name_an_input_whose_range_one_batch_decides() -> None:
 def test_the_first_difference_is_marked(before: str, after: str, same: int, marked: list[str]) -> None:
     text = generated_text([GeneratedReport("Once", before, after, 48, same)])
     assert re.findall("<mark>(.*?)</mark>", text) == marked
-    assert ("In FP8: the same text<" in text) is (before == after)
+    assert ("Quantized: the same text<" in text) is (before == after)
 
 
 def test_the_page_names_the_pairs_that_smoothing_changed() -> None:

@@ -78,14 +78,14 @@ def test_gptq_changes_only_the_codes_of_weights(model_dir: Path, tmp_path: Path)
     run(model_dir, tmp_path / "nearest", "delayed")
     run(model_dir, tmp_path / "gptq", "delayed", rounding="gptq")
     plain, compensated = open_checkpoint(tmp_path / "nearest"), open_checkpoint(tmp_path / "gptq")
-    for name in plain.fp8_linears:
-        one, other = plain.fp8_matrix(name), compensated.fp8_matrix(name)
+    for name in plain.quantized_linears:
+        one, other = plain.quantized_matrix(name), compensated.quantized_matrix(name)
         assert one is not None
         assert other is not None
         assert torch.equal(one.weight_scale_inv, other.weight_scale_inv)
         assert not torch.equal(one.weight_q.float(), other.weight_q.float())
         assert one.input_scale == other.input_scale
-    for name in set(plain) - {f"{linear}.weight" for linear in plain.fp8_linears}:
+    for name in set(plain) - {f"{linear}.weight" for linear in plain.quantized_linears}:
         assert torch.equal(plain[name], compensated[name])
 
 
@@ -100,8 +100,8 @@ def test_the_same_samples_give_the_same_bits(model_dir: Path, tmp_path: Path) ->
 def test_training_starts_from_the_served_weights(model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "gptq", "delayed", rounding="gptq")
     checkpoint, trainable = open_checkpoint(tmp_path / "gptq"), load_trainable(tmp_path / "gptq")
-    name = checkpoint.fp8_linears[0]
-    layer = checkpoint.fp8_matrix(name)
+    name = checkpoint.quantized_linears[0]
+    layer = checkpoint.quantized_matrix(name)
     assert layer is not None
     assert torch.equal(trainable.get_parameter(f"{name}.weight"), layer.weight_q.float() * layer.weight_scale_inv)
 

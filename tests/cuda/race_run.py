@@ -23,7 +23,7 @@ import torch
 
 from fp8serve.fp8.ops import Case, cases
 from fp8serve.fp8.ops.gemm import normed_case
-from fp8serve.fp8.selfcheck.agreement import flatten_tensors
+from fp8serve.fp8.selfcheck.child import flatten_tensors
 from tests.csrc.test_sample import arguments
 from tests.cuda import emulated
 from tests.cuda.accumulation import assert_within_accumulation

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fp8serve.fp8.ops import cases, reference
 from fp8serve.fp8.ops.registry import Case
-from fp8serve.fp8.selfcheck.agreement import describe_difference, flatten_tensors
 from fp8serve.fp8.selfcheck.candidates import gpu_candidates
+from fp8serve.fp8.selfcheck.child import describe_difference, flatten_tensors
 from tests.csrc.test_gemm import exact
 from tests.cuda import hopper
 from tests.cuda.accumulation import assert_within_accumulation, magnitudes

@@ -14,7 +14,7 @@ import torch
 from fp8serve.fp8.ops import Case, cases, reference
 from fp8serve.fp8.ops.attention import rotary_mm_case
 from fp8serve.fp8.ops.gemm import normed_case
-from fp8serve.fp8.selfcheck.agreement import flatten_tensors
+from fp8serve.fp8.selfcheck.child import flatten_tensors
 from tests.csrc.helpers import FORMATS, assert_bits_equal, tame
 from tests.cuda import emulated
 from tests.cuda.accumulation import assert_within_accumulation

@@ -17,9 +17,9 @@ from fp8serve.fp8 import ops, selfcheck, stateful
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import reference, registry
-from fp8serve.fp8.selfcheck import KernelResult, Machine, Verdict, VerdictError, check_runner, verdict
-from fp8serve.fp8.selfcheck.agreement import describe_difference
+from fp8serve.fp8.selfcheck import KernelResult, Machine, Verdict, VerdictError, verdict
 from fp8serve.fp8.selfcheck.candidates import candidates, sample_cases
+from fp8serve.fp8.selfcheck.child import describe_difference
 from fp8serve.fp8.selfcheck.switches import CPU_FEATURE_CAPS, switch_off
 from tests.fp8 import broken_kernel
 from tests.fp8.broken_kernel import OP, OTHERS
@@ -54,25 +54,25 @@ def verdict_of(kernels: dict[str, KernelResult], **other: str) -> Verdict:
 
 
 def set_child(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(check_runner, "CHILD_COMMAND", (sys.executable, *arguments))
+    monkeypatch.setattr(selfcheck, "CHILD_COMMAND", (sys.executable, *arguments))
 
 
 def check_broken(monkeypatch: pytest.MonkeyPatch, how: str, where: str) -> Verdict:
     """Returns the verdict of a check whose child has a broken kernel. A hanging kernel gets one second only."""
     set_child(monkeypatch, "-m", "tests.fp8.broken_kernel", how, where)
-    patience, start_child = check_runner.MAX_KERNEL_SECONDS, check_runner._start_child
+    patience, start_child = selfcheck.MAX_KERNEL_SECONDS, selfcheck._start_child
 
     def start(errors: IO[str]) -> subprocess.Popen[str]:
-        monkeypatch.setattr(check_runner, "MAX_KERNEL_SECONDS", patience)
+        monkeypatch.setattr(selfcheck, "MAX_KERNEL_SECONDS", patience)
         return start_child(errors)
 
     def progress(name: str) -> None:
         hangs = how == "hangs" and name.startswith(f"{OP}.")
-        monkeypatch.setattr(check_runner, "MAX_KERNEL_SECONDS", 1.0 if hangs else patience)
+        monkeypatch.setattr(selfcheck, "MAX_KERNEL_SECONDS", 1.0 if hangs else patience)
 
-    monkeypatch.setattr(check_runner, "_start_child", start)
+    monkeypatch.setattr(selfcheck, "_start_child", start)
     monkeypatch.chdir(Path(__file__).parents[2])
-    return check_runner.check(CPU, machine(kind="cpu"), progress)
+    return selfcheck.run_check(CPU, machine(kind="cpu"), progress)
 
 
 def best_variant() -> str:
@@ -98,7 +98,7 @@ def all_variants() -> set[str]:
 
 @pytest.mark.slow
 def test_every_kernel_of_this_cpu_agrees_at_every_level() -> None:
-    result = check_runner.check(CPU, machine(kind="cpu"))
+    result = selfcheck.run_check(CPU, machine(kind="cpu"))
     assert result.unfinished == ""
     assert result.bad == {}
     assert {name.partition(".")[0] for name in result.kernels} == set(ops.cpu_kernels()) & set(ops.OPS)
@@ -137,27 +137,27 @@ def test_a_child_that_checks_no_kernel_leaves_the_check_unfinished(
     monkeypatch: pytest.MonkeyPatch, child: tuple[str, ...], reason: str
 ) -> None:
     set_child(monkeypatch, *child)
-    result = check_runner.check(CPU, machine())
+    result = selfcheck.run_check(CPU, machine())
     assert result.kernels == {}
     assert result.unfinished == reason
 
 
 def test_a_child_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_runner, "CHILD_COMMAND", ("/nonexistent/python",))
-    assert check_runner.check(CPU, machine()).unfinished == "its process cannot be started (No such file or directory)"
+    monkeypatch.setattr(selfcheck, "CHILD_COMMAND", ("/nonexistent/python",))
+    assert selfcheck.run_check(CPU, machine()).unfinished == "its process cannot be started (No such file or directory)"
 
 
 def test_a_silent_child_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     set_child(monkeypatch, "-c", "import time; time.sleep(3600)")
-    monkeypatch.setattr(check_runner, "MAX_KERNEL_SECONDS", 0.5)
-    assert check_runner.check(CPU, machine()).unfinished == "its process was silent for too long"
+    monkeypatch.setattr(selfcheck, "MAX_KERNEL_SECONDS", 0.5)
+    assert selfcheck.run_check(CPU, machine()).unfinished == "its process was silent for too long"
 
 
 def test_a_check_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = "while True:\n for what in ('trying', 'name'): print('{\"%s\": \"k\"}' % what, flush=True)"
     set_child(monkeypatch, "-c", endless)
-    monkeypatch.setattr(check_runner, "MAX_CHECK_SECONDS", 1.0)
-    assert check_runner.check(CPU, machine()).unfinished == "it took longer than 1 s"
+    monkeypatch.setattr(selfcheck, "MAX_CHECK_SECONDS", 1.0)
+    assert selfcheck.run_check(CPU, machine()).unfinished == "it took longer than 1 s"
 
 
 def test_comparisons_find_wrong_values_and_allow_roundings() -> None:
@@ -279,12 +279,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, result: Verdict) -> list[str]:
     """Fakes a GPU whose check returns this verdict; returns a list that gets every check and switched-off kernel."""
     calls: list[str] = []
 
-    def check(device: torch.device, machine: Machine, progress: check_runner.KernelCallback) -> Verdict:
+    def check(device: torch.device, machine: Machine, progress: selfcheck.KernelCallback) -> Verdict:
         calls.append(f"checked {device}")
         return result
 
     monkeypatch.setattr(selfcheck, "machine_of", lambda device: result.machine)
-    monkeypatch.setattr(check_runner, "check", check)
+    monkeypatch.setattr(selfcheck, "run_check", check)
     monkeypatch.setattr(selfcheck, "switch_off", lambda device, names: calls.extend(names))
     return calls
 
@@ -391,7 +391,7 @@ import sys, time
 from pathlib import Path
 import torch
 from fp8serve.fp8 import selfcheck
-from fp8serve.fp8.selfcheck import KernelResult, Machine, Verdict, check_runner
+from fp8serve.fp8.selfcheck import KernelResult, Machine, Verdict
 
 def check(device, machine, progress):
     with Path(sys.argv[1]).open("a") as log:
@@ -399,7 +399,7 @@ def check(device, machine, progress):
     time.sleep(1)
     return Verdict(machine, "2026-11-25", {"quantize": KernelResult("agrees")})
 
-check_runner.check = check
+selfcheck.run_check = check
 selfcheck.machine_of = lambda device: Machine("cuda", "Test 1", "1.2", "ab", "2.13")
 selfcheck.prepare_device(torch.device("cuda:0"))
 """

@@ -12,9 +12,11 @@ from fp8serve.calibration.pipeline import calibrate
 from fp8serve.cli import main
 from fp8serve.errors import ModelError
 from fp8serve.fp8 import recipe
+from fp8serve.fp8.casting import cast_weight
 from fp8serve.fp8.ops import dequantize
+from fp8serve.fp8.recipe import Float4WeightOnly
 from fp8serve.model.adapter_merge import apply_adapter, merge, total_loss
-from fp8serve.model.adapters import LinearAdapter
+from fp8serve.model.adapters import LinearAdapter, read_adapter
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.train.scratch import write_random_model
 
@@ -55,7 +57,7 @@ def test_merged_weights_follow_the_lora_formula() -> None:
 def test_a_bf16_base_stays_bf16(plain: Path, tmp_path: Path, dora: bool) -> None:
     losses = total_loss(merge(plain, adapter(tmp_path / "a", 0.02, dora=dora), tmp_path / "out"))
     before, after = open_checkpoint(plain), open_checkpoint(tmp_path / "out")
-    assert not after.fp8_linears
+    assert not after.quantized_linears
     assert losses.error < 0.01
     assert [name for name in before if not torch.equal(before[name], after[name])] == [f"{NAME}.weight"]
     load_servable(tmp_path / "out", "bf16")
@@ -74,8 +76,8 @@ def test_an_fp8_base_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) ->
     assert 0.01 < losses.lost_share < 0.9
     assert 0.05 < losses.error < 1.0
     before, after = open_checkpoint(tmp_path / "base"), open_checkpoint(tmp_path / "out")
-    for name in before.fp8_linears:
-        old, new = before.fp8_matrix(name), after.fp8_matrix(name)
+    for name in before.quantized_linears:
+        old, new = before.quantized_matrix(name), after.quantized_matrix(name)
         assert old is not None
         assert new is not None
         same = torch.equal(old.weight_q.view(torch.uint8), new.weight_q.view(torch.uint8))
@@ -85,19 +87,27 @@ def test_an_fp8_base_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) ->
     load_servable(tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", ["nvfp4-w4a16", "mxfp4-w4a16"])
-def test_a_base_of_4_bits_is_cast_again_and_keeps_other_layers(plain: Path, tmp_path: Path, kind: str) -> None:
-    scaling = recipe.from_name(kind)
-    calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16, recipe=scaling)  # type: ignore[arg-type]
+FOUR_BIT = [Float4WeightOnly("nvfp4"), Float4WeightOnly("nvfp4", four_over_six=True), Float4WeightOnly("mxfp4")]
+
+
+@pytest.mark.parametrize("scaling", FOUR_BIT, ids=str)
+def test_a_base_of_4_bits_is_cast_again_and_keeps_other_layers(
+    plain: Path, tmp_path: Path, scaling: Float4WeightOnly
+) -> None:
+    calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16, recipe=scaling)
     losses = total_loss(merge(tmp_path / "base", adapter(tmp_path / "a", 0.1), tmp_path / "out", max_lost_fraction=1.0))
     assert 0 < losses.error < 1.0
     before, after = open_checkpoint(tmp_path / "base"), open_checkpoint(tmp_path / "out")
-    for name in before.fp8_linears:
-        old, new = before.fp8_matrix(name), after.fp8_matrix(name)
+    for name in before.quantized_linears:
+        old, new = before.quantized_matrix(name), after.quantized_matrix(name)
         assert old is not None
         assert new is not None
-        assert old.specs == new.specs
+        assert old.specs[1] == new.specs[1] == scaling.specs.linear["weight"]
         assert torch.equal(old.weight_q, new.weight_q) is (name != NAME)
+        if name == NAME:
+            low_rank = read_adapter(tmp_path / "a", before.config)[NAME]
+            cast = cast_weight(apply_adapter(old.weight(), low_rank), new.specs[1])
+            assert torch.equal(new.weight_q, cast.q)
     load_servable(tmp_path / "out")
 
 
@@ -113,7 +123,7 @@ def test_only_scales_that_are_too_small_are_recomputed(plain: Path, tmp_path: Pa
     assert list(losses) == [NAME]
     assert losses[NAME].rescaled == 1
     assert losses[NAME].error < 0.05
-    before, after = (open_checkpoint(tmp_path / name).fp8_matrix(NAME) for name in ("base", "out"))
+    before, after = (open_checkpoint(tmp_path / name).quantized_matrix(NAME) for name in ("base", "out"))
     assert before is not None
     assert after is not None
     ratio = after.weight_scale_inv / before.weight_scale_inv

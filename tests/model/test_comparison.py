@@ -87,7 +87,7 @@ def test_changed_codes_are_counted_and_the_largest_change_comes_first(fp8: Path)
     assert [w.tensor for w in comparison.weights] == [name, second]
     assert comparison.weights[0].differing == 0.25
     assert comparison.weights[1].differing == pytest.approx(1 / few.numel())
-    matrix = open_checkpoint(fp8).fp8_matrix(LINEAR)
+    matrix = open_checkpoint(fp8).quantized_matrix(LINEAR)
     assert matrix is not None
     assert comparison.weights[0].largest == pytest.approx(2 * float(matrix.weight()[:, ::4].abs().max()))
 

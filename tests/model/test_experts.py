@@ -199,7 +199,7 @@ def test_static_scales_of_stacked_experts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint, owner = open_checkpoint(tmp_path), "model.layers.1.mlp.experts"
     for leaf, scale in (("gate_proj", 11 / 64), ("up_proj", 12 / 64), ("down_proj", 6 / 64)):
-        matrix = checkpoint.fp8_matrix(f"{owner}.5.{leaf}")
+        matrix = checkpoint.quantized_matrix(f"{owner}.5.{leaf}")
         assert matrix is not None
         assert matrix.input_scale is not None
         assert (float(matrix.weight_scale_inv), float(matrix.input_scale)) == (scale, 32.0)
@@ -268,7 +268,7 @@ def write_gpt_oss(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_mxfp4_experts_are_dequantized_as_they_are_read(tmp_path: Path) -> None:
     expected, checkpoint = write_gpt_oss(tmp_path), open_checkpoint(tmp_path)
-    assert not checkpoint.fp8_linears
+    assert not checkpoint.quantized_linears
     assert len(expected) == 4 * 7 * 3
     for name, values in expected.items():
         assert checkpoint[name].dtype == torch.bfloat16

@@ -59,7 +59,7 @@ def test_the_model_stays_the_same(base: Base, format_: str, tmp_path: Path) -> N
     source = base().write(tmp_path / "source")
     convert_format(source, tmp_path / "out", format_)
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
-    for name in before.fp8_linears:
+    for name in before.quantized_linears:
         bits = [c.shards[f"{name}.weight"].view(torch.uint8) for c in (before, after)]
         assert torch.equal(*bits)
     results = [all_logits(load_servable(folder), IDS) for folder in (source, tmp_path / "out")]
@@ -98,9 +98,9 @@ REFUSED: list[tuple[Base, str, str]] = [
     ),
     (drafts.rows, "fp8", "has no scale per output channel, so that the weights of .* quantized again"),
     (lambda: drafts.fp8("ct-weights", "row"), "fp8", "always quantizes inputs, so that"),
-    (drafts.plain, "fp8", "holds no FP8 layers to be written as fp8; calibrate it with --format fp8"),
+    (drafts.plain, "fp8", "holds no quantized layers to be written as fp8; calibrate it with --format fp8"),
     (lambda: drafts.mx(8), "fp8", "cannot express the recipe 'mxfp8', so that .* quantized again"),
-    (lambda: drafts.mx(4), "fp8", "holds no FP8 layers"),
+    (lambda: drafts.mx(4), "fp8", "holds no quantized layers"),
     (
         lambda: drafts.fp8("modelopt-block", "block", convert_scale=lambda s: s.reshape(len(s), 1, s.shape[1], 1)),
         "compressed-tensors",

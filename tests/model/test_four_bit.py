@@ -26,6 +26,7 @@ from fp8serve.fp8.recipe import Float4WeightOnly, Recipe, from_name
 from fp8serve.fp8.spec import MXFP4, NVFP4, UNQUANTIZED
 from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import ScalingCheckpoint, load_servable, load_trainable, open_checkpoint
+from fp8serve.model.compatibility import MODELOPT_4BIT_NOTE
 from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.format_conversion import convert_format
@@ -144,11 +145,11 @@ def served_layer(directory: Path, recipe: Any = "stored") -> FrozenLinear:
 def test_weights_are_read_exactly_and_stay_in_4_bits(file: str, tmp_path: Path) -> None:
     expected = write(tmp_path / "m", file)
     checkpoint = open_checkpoint(tmp_path / "m")
-    assert sorted(checkpoint.fp8_linears) == sorted(checkpoint.linears)
+    assert sorted(checkpoint.quantized_linears) == sorted(checkpoint.linears)
     for name, weight in expected.items():
         assert torch.equal(checkpoint[name], weight)
     spec = MXFP4 if "MX" in file else NVFP4
-    matrix = checkpoint.fp8_matrix(LINEAR)
+    matrix = checkpoint.quantized_matrix(LINEAR)
     assert matrix is not None
     assert matrix.specs == (UNQUANTIZED, spec)
     layer = served_layer(tmp_path / "m")
@@ -168,6 +169,7 @@ def test_inspect_names_the_format_and_the_second_scale(file: str, tmp_path: Path
     assert f"with 14 {'MXFP4' if 'MX' in file else 'NVFP4'} linear layers" in report["holds"]
     assert report["problem"] is None
     assert any("inputs of 4 bits" in note for note in report["notes"]) is (file in WITH_INPUTS)
+    assert (MODELOPT_4BIT_NOTE in report["notes"]) is file.startswith("modelopt")
     scales = {scale["key"]: scale for scale in report["scales"] if scale["tensor"].startswith(LINEAR)}
     assert not any(scale["problem"] for scale in scales.values())
     seconds = [scale["direction"] for key, scale in scales.items() if key.endswith(("global_scale", "scale_2"))]
@@ -269,6 +271,25 @@ def test_what_is_written_is_what_is_served_and_what_is_converted(name: str, form
     assert not (tmp_path / "fp8").exists()
     bytes_ = sum(file.stat().st_size for file in (tmp_path / "out").glob("model*.safetensors"))
     assert estimate_weight_memory(tmp_path / "out", "stored").served == pytest.approx(bytes_, rel=0.05)
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "modelopt"])
+def test_four_over_six_is_recorded_and_converted(format_: str, tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "m", overrides=SIZES)
+    recipe = Float4WeightOnly("nvfp4", four_over_six=True)
+    write_calibrated(tmp_path / "out", tmp_path / "m", ScalingCheckpoint(recipe, {}), format=format_)
+    other = {"modelopt": "compressed-tensors", "compressed-tensors": "modelopt"}[format_]
+    convert_format(tmp_path / "out", tmp_path / "other", other)
+    for folder in ("out", "other"):
+        matrix = open_checkpoint(tmp_path / folder).quantized_matrix(LINEAR)
+        assert matrix is not None
+        assert matrix.specs == (UNQUANTIZED, recipe.specs.linear["weight"])
+        assert not [finding for finding in verify(tmp_path / folder) if finding.severity == "error"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    if format_ == "compressed-tensors":
+        scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+        assert scheme.weights is not None
+        assert scheme.weights.observer_kwargs == {"four_over_six": True}
 
 
 @torch.no_grad()

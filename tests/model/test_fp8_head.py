@@ -84,10 +84,10 @@ def test_convert_keeps_every_code_and_scale(name: str, format_: str, tmp_path: P
     source = CASES[name][0]().write(tmp_path / "source")
     convert_format(source, tmp_path / "out", format_)
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
-    assert before.fp8_matrices
-    assert before.fp8_matrices == after.fp8_matrices
-    for matrix in before.fp8_matrices:
-        one, other = before.fp8_matrix(matrix), after.fp8_matrix(matrix)
+    assert before.quantized_matrices
+    assert before.quantized_matrices == after.quantized_matrices
+    for matrix in before.quantized_matrices:
+        one, other = before.quantized_matrix(matrix), after.quantized_matrix(matrix)
         assert one is not None
         assert other is not None
         assert torch.equal(one.weight_q.view(torch.uint8), other.weight_q.view(torch.uint8))
@@ -120,7 +120,7 @@ def test_every_command_reads_it(
     assert main(["finetune", "source", "--out", "adapter", *short, *adapter]) == 0
     assert "will be written in BF16" not in capsys.readouterr().err
     assert main(["inspect", "source", "fp8"]) == 0
-    assert [open_checkpoint(folder).fp8_matrices for folder in ("fp8", "run/model")] == [[], []]
+    assert [open_checkpoint(folder).quantized_matrices for folder in ("fp8", "run/model")] == [[], []]
 
 
 def test_the_embedding_is_read_exactly(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_model_with_only_its_embedding_in_fp8_is_served_in_high_precision(tmp_
     folder = with_fp8(lambda: draft, "row", "weight_scale", EMBEDDING).write(tmp_path / "m")
     assert open_checkpoint(folder).runs_in_high_precision
     load_servable(folder)
-    with pytest.raises(ModelError, match="holds no FP8 layers"):
+    with pytest.raises(ModelError, match="holds no quantized layers"):
         convert_format(folder, tmp_path / "out", "compressed-tensors")
 
 
@@ -176,7 +176,7 @@ def test_a_norm_in_fp8_is_refused_in_a_sentence(tmp_path: Path) -> None:
         open_checkpoint(draft.write(tmp_path / "m"))
 
 
-def test_merging_an_adapter_keeps_the_fp8_matrices(tmp_path: Path) -> None:
+def test_merging_an_adapter_keeps_the_quantized_matrices(tmp_path: Path) -> None:
     source = CASES["static"][0]().write(tmp_path / "source")
     adapter, owner = tmp_path / "adapter", f"base_model.model.{drafts.NAMES[0]}"
     adapter.mkdir()

@@ -327,7 +327,7 @@ def test_opening_reads_no_weight(model_dir: ModelDir, tmp_path: Path) -> None:
     """Opening checks names and shapes only; bad values of scales are found when they are used."""
     directory = write(model_dir("llama"), tmp_path / "m", "ct-static")
     add(directory, {f"{LINEAR}.input_scale": torch.tensor([0.0])})
-    assert LINEAR in open_checkpoint(directory).fp8_linears
+    assert LINEAR in open_checkpoint(directory).quantized_linears
 
 
 def test_quantizing_scales_are_restored_exactly() -> None:

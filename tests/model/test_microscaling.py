@@ -95,7 +95,7 @@ def test_mx_weights_are_read_exactly(form: str, tmp_path: Path) -> None:
     expected = write_mx(tmp_path / "m", *FORMS[form])
     checkpoint = open_checkpoint(tmp_path / "m")
     is_mxfp8 = FORMS[form][0] == 8
-    assert sorted(checkpoint.fp8_linears) == sorted(checkpoint.linears)
+    assert sorted(checkpoint.quantized_linears) == sorted(checkpoint.linears)
     for name, weight in expected.items():
         assert checkpoint[name].dtype is torch.float32
         assert torch.equal(checkpoint[name].float(), weight)

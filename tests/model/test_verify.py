@@ -483,7 +483,7 @@ def test_an_unsupported_format_is_one_finding(method: str, tmp_path: Path, capsy
 def test_the_exit_status_tells_good_checkpoints_from_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = drafts.static().write(tmp_path / "good")
     assert main(["verify", str(good)]) == 0
-    assert "no error in its scales and FP8 weights" in capsys.readouterr().out
+    assert "no error in its scales and quantized weights" in capsys.readouterr().out
     draft = drafts.static()
     put(f"{UP}.input_scale", 0)(draft)
     bad = draft.write(tmp_path / "bad")

@@ -20,8 +20,8 @@ from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, finger
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.verify import verify
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.serving import scale_saver
-from fp8serve.server.serving.scale_saver import ScaleSaver
+from fp8serve.server.serving import served_scales
+from fp8serve.server.serving.served_scales import ScaleSaver
 from tests.engine.tiny import write_model
 from tests.server.conftest import Start
 from tests.server.process import serving
@@ -172,16 +172,15 @@ async def test_the_error_of_the_process_becomes_the_answers_code(
     error: dict[str, str] | None, code: Code, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "" if error is None else json.dumps(error)
-    monkeypatch.setattr(scale_saver, "COMMAND", (sys.executable, "-c", f"print({text!r}); raise SystemExit(1)"))
+    monkeypatch.setattr(served_scales, "COMMAND", (sys.executable, "-c", f"print({text!r}); raise SystemExit(1)"))
 
     class Handle:
         async def save_scales(self, path: Path) -> int:
             return 1
 
     options = SimpleNamespace(scales=None)
-    served = SimpleNamespace(engine=Handle(), source=SimpleNamespace(directory=plain, options=options))
-    model: Any = SimpleNamespace(resolve=lambda: served, base_source=SimpleNamespace(directory=tmp_path / "model"))
+    served: Any = SimpleNamespace(engine=Handle(), source=SimpleNamespace(directory=plain, options=options))
     with pytest.raises(Fault) as caught:
-        await ScaleSaver(tmp_path).save(model, "out")
+        await ScaleSaver(tmp_path).save(served, tmp_path / "model", "out")
     assert caught.value.code is code
     assert list(tmp_path.iterdir()) == []

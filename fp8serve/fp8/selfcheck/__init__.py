@@ -1,24 +1,36 @@
 """The self-check: compares the kernels on this machine with the reference and switches off wrong ones.
 
 Code that computes on a device first calls `prepare_device(device)`. If there is no verdict for the GPU with its present
-driver and kernel library, it runs the check (check_runner.py) and stores the verdict (verdict.py). Then wrong kernels
-are switched off (switches.py) with one warning. On a CPU only `fp8serve doctor --check` runs the check, and later
+driver and kernel library, it runs the check and stores the verdict (verdict.py). Then wrong kernels are switched off
+(switches.py) with one warning. On a CPU only `fp8serve doctor --check` runs the check, and later
 processes use its verdict. If the check cannot run, a warning is logged and all kernels are used.
+
+The check runs in child processes (child.py): a kernel that hangs or crashes ends only its child process. Each kernel
+has a time limit. A child process checks all kernels that have no result yet. If it ends before it is done, the kernel
+that it was running failed, and a new child process continues with the next kernel. If a child process ends before it
+has run any kernel, the check is not possible on this machine, and the verdict is unfinished.
 """
 
 import fcntl
+import json
 import logging
+import os
+import queue
+import signal
+import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import IO
 
 import torch
 
 from fp8serve.errors import one_line
 from fp8serve.fp8.cuda_support import check_gpu
-from fp8serve.fp8.selfcheck import check_runner
-from fp8serve.fp8.selfcheck.check_runner import KernelCallback
 from fp8serve.fp8.selfcheck.switches import switch_off
 from fp8serve.fp8.selfcheck.verdict import (
     KernelResult,
@@ -31,6 +43,7 @@ from fp8serve.fp8.selfcheck.verdict import (
     save,
     verdict_directory,
 )
+from fp8serve.processes import module_command, module_path
 
 __all__ = [
     "KernelResult",
@@ -46,6 +59,11 @@ __all__ = [
     "warning_text",
 ]
 
+CHILD_COMMAND = module_command("fp8serve.fp8.selfcheck.child")
+MAX_KERNEL_SECONDS = 120.0  # also for the start of a child process; a GPU may have to compile the kernel's code first
+MAX_CHECK_SECONDS = 900.0
+KILL_WAIT_SECONDS = 10.0
+KernelCallback = Callable[[str], None]  # called with the name of a kernel
 log = logging.getLogger("fp8serve.kernels")
 _prepared: set[str] = set()
 _lock = threading.Lock()
@@ -106,7 +124,7 @@ def check_and_store(device: torch.device, machine: Machine, on_kernel: KernelCal
     """
     if device.type == "cuda":
         log.info("Checking the kernels on %s, once for this GPU, driver and library...", machine.name)
-    verdict = check_runner.check(device, machine, on_kernel)
+    verdict = run_check(device, machine, on_kernel)
     if verdict.unfinished:
         log.warning(
             "The check of the kernels on %s did not finish: %s; kernels that it has not tried are used.",
@@ -151,9 +169,135 @@ def _check_lock(machine: Machine) -> Iterator[None]:
 
 
 def _wait_for_lock(file: int) -> None:
-    deadline = time.monotonic() + check_runner.MAX_CHECK_SECONDS
+    deadline = time.monotonic() + MAX_CHECK_SECONDS
     while time.monotonic() < deadline:
         with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         time.sleep(0.2)
+
+
+# -- the check, in child processes -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Progress:
+    """The results of all kernels so far, None for a kernel that supports no case here, and the running kernel."""
+
+    results: dict[str, KernelResult | None] = field(default_factory=dict)
+    running: str | None = None
+    is_done: bool = False
+
+    @property
+    def bad(self) -> list[str]:
+        return [name for name, result in self.results.items() if result is not None and result.state != "agrees"]
+
+
+def run_check(device: torch.device, machine: Machine, on_kernel: KernelCallback = lambda name: None) -> Verdict:
+    """Checks every kernel of a device and returns the verdict. `on_kernel` is called with the name of each kernel.
+
+    A failure of a child process raises no exception.
+    """
+    progress, deadline, unfinished = _Progress(), time.monotonic() + MAX_CHECK_SECONDS, ""
+    while not progress.is_done and not unfinished:
+        previous_count = len(progress.results)
+        exit_text = _run_child(device, progress, on_kernel, deadline)
+        if not progress.is_done and time.monotonic() >= deadline:
+            unfinished = f"it took longer than {MAX_CHECK_SECONDS:.0f} s"
+        elif not progress.is_done and len(progress.results) == previous_count:
+            unfinished = f"its process {exit_text}"
+    kernels = {name: result for name, result in progress.results.items() if result is not None}
+    return Verdict(machine, datetime.now(UTC).isoformat(timespec="seconds"), kernels, unfinished)
+
+
+def _run_child(device: torch.device, progress: _Progress, on_kernel: KernelCallback, deadline: float) -> str:
+    """Runs a child process until it ends or is killed. Returns how it ended, as the end of a sentence."""
+    task = {"device": str(device), "known": list(progress.results), "off": progress.bad}
+    progress.running = None
+    with tempfile.TemporaryFile("w+") as errors:
+        try:
+            process = _start_child(errors)
+        except OSError as error:
+            return f"cannot be started ({error.strerror})"
+        has_answered = False
+        try:
+            has_answered = _read_messages(process, json.dumps(task), progress, on_kernel, deadline)
+        finally:
+            exit_text = _end_child(process, KILL_WAIT_SECONDS if has_answered else 0)
+        if progress.running is not None and not progress.is_done and time.monotonic() < deadline:
+            hang = KernelResult("hangs", f"no answer within {MAX_KERNEL_SECONDS:.0f} s")
+            crash = KernelResult("crashes", f"its process {exit_text}")
+            progress.results[progress.running] = crash if has_answered else hang
+        errors.seek(0)
+        last_lines = errors.read()[-4000:].strip().splitlines()
+        return f"{exit_text}{f': {last_lines[-1][:200]}' if last_lines else ''}"
+
+
+def _start_child(errors: IO[str]) -> subprocess.Popen[str]:
+    """Starts a child process with this process's module path. Raises OSError if it cannot be started."""
+    environment = {**os.environ, "PYTHONPATH": module_path()}
+    return subprocess.Popen(
+        CHILD_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def _read_messages(
+    process: subprocess.Popen[str], task: str, progress: _Progress, on_kernel: KernelCallback, deadline: float
+) -> bool:
+    """Sends the task to the child process and reads its messages to their end. Returns False after a timeout."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
+    with suppress(OSError), process.stdin as task_file:  # if the child process has ended, its output ends, too
+        task_file.write(task)
+    while (seconds := deadline - time.monotonic()) > 0:
+        try:
+            line = lines.get(timeout=min(MAX_KERNEL_SECONDS, seconds))
+        except queue.Empty:
+            return False
+        if line is None:
+            return True
+        _handle_message(line, progress, on_kernel)
+    return False
+
+
+def _read_lines(output: IO[str], lines: "queue.Queue[str | None]") -> None:
+    with output:
+        for line in output:
+            lines.put(line)
+    lines.put(None)
+
+
+def _handle_message(line: str, progress: _Progress, on_kernel: KernelCallback) -> None:
+    """Handles a message of the child process. Other lines of its output are ignored."""
+    try:
+        message = json.loads(line)
+        if "trying" in message:
+            progress.running = str(message["trying"])
+            on_kernel(progress.running)
+        elif "name" in message:
+            progress.running = None
+            result = KernelResult(message["state"], message["why"]) if "state" in message else None
+            progress.results[str(message["name"])] = result
+        elif "done" in message:
+            progress.is_done = True
+    except (ValueError, TypeError, KeyError):
+        return
+
+
+def _end_child(process: subprocess.Popen[str], seconds: float) -> str:
+    """Waits for the child process, kills it after `seconds`, and returns how it ended.
+
+    A hanging GPU kernel can keep even a killed process alive, so the wait for its end is limited.
+    """
+    try:
+        status = process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=KILL_WAIT_SECONDS)
+        return "was silent for too long"
+    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"

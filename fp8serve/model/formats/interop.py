@@ -222,7 +222,13 @@ def _ct_4bit(weights: Fields) -> QuantSpec | None:
     """Returns MXFP4 or NVFP4, or None if the weights have another format."""
     kind = tuple(weights.raw(key) for key in ("num_bits", "type", "strategy", "group_size"))
     specs = (MXFP4, NVFP4)
-    return next((s for s in specs if kind == (4, "float", CT_WEIGHTS[s.granularity], s.block[1])), None)
+    spec = next((s for s in specs if kind == (4, "float", CT_WEIGHTS[s.granularity], s.block[1])), None)
+    return _with_scale_choice(spec, weights.object("observer_kwargs")) if spec == NVFP4 else spec
+
+
+def _with_scale_choice(spec: QuantSpec, record: Fields | None) -> QuantSpec:
+    """Returns the spec of NVFP4 weights with the choice between two scales that quantization_config.py recorded."""
+    return replace(spec, four_over_six=record is not None and record.boolean("four_over_six") is True)
 
 
 def _ct_inputs(group: Fields) -> QuantSpec:
@@ -329,7 +335,11 @@ def _modelopt(config: Fields) -> Quantization:
         return Quantization((), ignore, "modelopt", has_fp8_cache)
     name = "" if algo is None else algo.upper()
     if name in _MODELOPT_4BIT:
-        scheme = Scheme("modelopt", UNQUANTIZED, *_MODELOPT_4BIT[name])
+        weight, drops_inputs = _MODELOPT_4BIT[name]
+        if weight == NVFP4:
+            for group in config.objects("config_groups"):
+                weight = _with_scale_choice(weight, group.object("weights"))
+        scheme = Scheme("modelopt", UNQUANTIZED, weight, drops_inputs)
     elif name in MODELOPT:
         scheme = Scheme("modelopt", MODELOPT[name][0])
     else:

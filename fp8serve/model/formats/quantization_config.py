@@ -74,7 +74,7 @@ def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -
         "scale_dtype": sizes.get("scale_dtype"),
         "zp_dtype": sizes.get("zp_dtype"),
         "observer": observer,
-        "observer_kwargs": {},
+        "observer_kwargs": sizes.get("observer_kwargs", {}),
     }
 
 
@@ -119,8 +119,15 @@ def _ct_inputs(spec: QuantSpec) -> dict[str, Any]:
 
 def _block_sizes(spec: QuantSpec) -> dict[str, Any]:
     dtype = "torch.uint8" if spec.is_mx else "torch.float8_e4m3fn"
-    sizes = {"group_size": spec.block[1], "scale_dtype": dtype}
-    return sizes | {"num_bits": 4, "zp_dtype": dtype} if spec.is_4bit else sizes
+    sizes: dict[str, Any] = {"group_size": spec.block[1], "scale_dtype": dtype}
+    if spec.is_4bit:
+        sizes |= {"num_bits": 4, "zp_dtype": dtype, "observer_kwargs": _scale_choice(spec)}
+    return sizes
+
+
+def _scale_choice(spec: QuantSpec) -> dict[str, Any]:
+    """Records how the cast chose the scales of a 4-bit weight, so that `merge` casts it again in the same way."""
+    return {"four_over_six": True} if spec.four_over_six else {}
 
 
 def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
@@ -158,7 +165,7 @@ def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, A
     if algo == "FP8":
         config["config_groups"] = {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}}
     if weight.is_4bit:
-        weights = args | {"num_bits": 4, "group_size": weight.block[1]}
+        weights = args | {"num_bits": 4, "group_size": weight.block[1]} | _scale_choice(weight)
         config["config_groups"] = {"group_0": {"weights": weights, "targets": ["Linear"]}}
     if kv_cache:
         config["kv_cache_scheme"] = args

@@ -33,7 +33,7 @@ CHECKS: tuple[Check, ...] = (
     layout.check_tied_weights,
     layout.check_scales_file,
     layout.check_fp8_without_config,
-    layout.check_config_without_fp8,
+    layout.check_config_without_quantized_weights,
     layout.check_ignored_layers,
     layout.check_input_scales,
     layout.check_weight_blocks,

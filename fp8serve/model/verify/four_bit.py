@@ -47,10 +47,11 @@ def check_4bit_config(checkpoint: RawCheckpoint) -> Iterator[Finding]:
             if packed.spec == NVFP4:
                 what = "is in NVFP4, and no group of quantization_config has it"
                 yield error("config", packed.key, what, _CORRECT_CONFIG)
-        elif scheme.weight_4bit != packed.spec and (scheme.weight_4bit is not None or packed.spec == NVFP4):
-            declared = scheme.weight_4bit.name if scheme.weight_4bit is not None else "8 bits"
-            what = f"is in {packed.spec.name}, but quantization_config says {declared}"
-            yield error("config", packed.key, what, _CORRECT_CONFIG)
+        elif scheme.weight_4bit is not None or packed.spec == NVFP4:
+            declared = "8 bits" if scheme.weight_4bit is None else scheme.weight_4bit.name
+            if declared != packed.spec.name:
+                what = f"is in {packed.spec.name}, but quantization_config says {declared}"
+                yield error("config", packed.key, what, _CORRECT_CONFIG)
 
 
 def check_order_of_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:

@@ -164,7 +164,7 @@ def check_fp8_without_config(checkpoint: RawCheckpoint) -> Iterator[Finding]:
         yield error("config", key, what, "add the quantization_config of the tool that wrote the model")
 
 
-def check_config_without_fp8(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+def check_config_without_quantized_weights(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     quantization = checkpoint.quantization
     has_gpt_oss_experts = any(key.endswith("_blocks") for key in checkpoint.entries)
     is_quantized = checkpoint.weights or checkpoint.mx_scales or checkpoint.packed or has_gpt_oss_experts

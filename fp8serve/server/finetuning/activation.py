@@ -31,6 +31,7 @@ from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.served_weights import AdapterSource, ServedAdapter, ServedWeights, WeightSource
 from fp8serve.server.serving.verification import UNVERIFIED, MeasuredRow, Verification, Verified
+from fp8serve.server.serving.weight_replacement import activate
 from fp8serve.train.job_process import job_config
 
 log = logging.getLogger("fp8serve.server")
@@ -306,12 +307,13 @@ class Activator:
             await asyncio.to_thread(self.jobs.set_activated, model_key, source_key)
 
         if key == BASE:
-            return await model.activate(model.base_source, save_activation)
+            return await activate(model, model.base_source, save_activation)
         source = await asyncio.to_thread(self.sources.find, key, model.base_source)
         job = await asyncio.to_thread(self.jobs.get, job_id_of(source.key))
         has_tokenizer = (source.directory / "tokenizer.json").exists()
         tokenizer = source.directory if has_tokenizer else model.base_source.directory
-        return await model.activate(source, save_activation, await self._verification(model, job, ratio, tokenizer))
+        verification = await self._verification(model, job, ratio, tokenizer)
+        return await activate(model, source, save_activation, verification)
 
     # -- adapters ------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import time
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.serving.served_model import ServedModel
 from fp8serve.server.serving.served_weights import ServedWeights
+from fp8serve.server.serving.weight_replacement import record_rollback, restart_source
 
 log = logging.getLogger("fp8serve.server")
 
@@ -107,7 +108,7 @@ class EngineSupervisor:
         self.model.admission.metrics.restarts.inc()
         try:
             await dead.engine.close()
-            new = await self.model.load_engine(self.model.restart_source(dead))
+            new = await self.model.load_engine(restart_source(self.model, dead))
         except Fp8ServeError as error:
             log.error("the engine process could not be started again: %s", error)
             return
@@ -117,4 +118,4 @@ class EngineSupervisor:
         if not self.model.replace_dead_engine(dead, new):
             await new.engine.close()
             return
-        await self.model.record_rollback(dead, new)
+        await record_rollback(self.model, dead, new)

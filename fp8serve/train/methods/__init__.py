@@ -1,7 +1,6 @@
 """The training methods. Each of them defines how its data are read, its loss and its metrics.
 
-    interface    what every method implements
-    table        returns a method by its name
+    interface    what every method implements, and the choice of one
     options      the options of each method
     supervised   supervised fine-tuning: next-token prediction
     dpo          direct preference optimisation: the better one of two completions becomes more likely

@@ -1,4 +1,5 @@
-"""The interface of a training method. It has two halves because processes without torch also read data.
+"""The interface of a training method, and the choice of one. It has two halves because processes without torch also
+read data.
 
     Reader   turns rows of files into items; the HTTP server and a dry run need only this half
     Method   turns items into a loss to minimise and metrics to report
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.examples import read_rows
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item, Row, RowCounts
 
 if TYPE_CHECKING:
@@ -137,3 +139,37 @@ class Method(ABC, Generic[ItemT]):
 
     def close(self) -> None:
         """Frees resources. The trainer calls it whenever the run ends, even if `start` was never called."""
+
+
+def reader_of(config: TrainConfig) -> Reader[Any, Any]:
+    """Returns the reader of the job's data. It imports no torch."""
+    match config.method:
+        case "sft":
+            from fp8serve.train.methods.supervised import SftReader
+
+            return SftReader()
+        case "dpo":
+            from fp8serve.train.methods.dpo.data import DpoReader
+
+            return DpoReader()
+        case "grpo":
+            from fp8serve.train.methods.grpo.data import GrpoReader
+
+            return GrpoReader(config.max_completion_tokens)
+
+
+def method_of(config: TrainConfig) -> Method[Any]:
+    """Returns the job's training method. Only `grpo` imports the engine."""
+    match config.method:
+        case "sft":
+            from fp8serve.train.methods.supervised import Sft
+
+            return Sft(config)
+        case "dpo":
+            from fp8serve.train.methods.dpo.method import Dpo
+
+            return Dpo(config)
+        case "grpo":
+            from fp8serve.train.methods.grpo.method import Grpo
+
+            return Grpo(config)

@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
 
 from fp8serve.server.api.openapi_description import ERROR_CODES, EXAMPLES, JOBS
 from fp8serve.server.named_models import NamedAdapter
-from fp8serve.server.serving import scale_saver
+from fp8serve.server.serving import served_scales
 from tests.patience import PATIENCE
 from tests.server.conftest import Server, Start
 from tests.server.fakes import Launcher, classifying_engine, embedding_engine, model_dir, rolling_engine
@@ -115,7 +115,7 @@ async def test_links_lead_somewhere(start: Start) -> None:
 async def test_the_examples_of_the_description_are_accepted(
     start: Start, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scale_saver, "COMMAND", (sys.executable, "-c", ""))  # writes nothing
+    monkeypatch.setattr(served_scales, "COMMAND", (sys.executable, "-c", ""))  # writes nothing
     engines = dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), embedding_engine)
     engines |= {"/classify": classifying_engine, "/scales/save": rolling_engine}
     (tmp_path / "more" / "clerk-2026-01").mkdir(parents=True)

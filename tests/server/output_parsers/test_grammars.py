@@ -8,9 +8,14 @@ import llguidance
 import pytest
 import tokenizers
 
-from fp8serve.server.output_parsers.call_grammars import CallGrammar, ReasoningTags
 from fp8serve.server.output_parsers.family_parsers import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
-from fp8serve.server.output_parsers.output_format import TOOL_FAMILIES, OutputFormat, ToolFormat
+from fp8serve.server.output_parsers.output_format import (
+    TOOL_FAMILIES,
+    CallGrammar,
+    OutputFormat,
+    ReasoningTags,
+    ToolFormat,
+)
 from tests.server.fakes import byte_backend
 from tests.server.output_parsers.test_parsers import joined
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from fp8serve.server.serving import scale_history
-from fp8serve.server.serving.scale_history import MAX_ENTRIES, MIN_ENTRIES, ScaleHistory
+from fp8serve.server.serving import served_scales
+from fp8serve.server.serving.served_scales import MAX_ENTRIES, MIN_ENTRIES, ScaleHistory
 from tests.patience import eventually
 from tests.server.conftest import Start
 
@@ -42,7 +42,7 @@ def test_other_weights_begin_anew_and_many_layers_have_few_entries(monkeypatch: 
     assert values(history, "a", "amax") == [2.0]
     history.add("w", [record("b", 3.0)])  # as after a recipe of other layers
     assert history.entries("a") is None
-    monkeypatch.setattr(scale_history, "MAX_VALUES", 1)
+    monkeypatch.setattr(served_scales, "MAX_VALUES", 1)
     crowded = ScaleHistory()
     for i in range(4 * MIN_ENTRIES + 1):
         crowded.add("v", [record("a", float(i))])

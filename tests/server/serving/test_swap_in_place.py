@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import MachineError, ModelError, RequestError
-from fp8serve.server.serving import served_model, supervisor
+from fp8serve.server.serving import supervisor, weight_replacement
 from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
@@ -18,8 +18,8 @@ from tests.server.finetuning.test_finetune import trained
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises time limits, so that a busy machine does not fall back to a new engine."""
-    monkeypatch.setattr(served_model, "MAX_DRAIN_SECONDS", PATIENCE)
-    monkeypatch.setattr(served_model, "MAX_VERIFICATION_SECONDS", PATIENCE)
+    monkeypatch.setattr(weight_replacement, "MAX_DRAIN_SECONDS", PATIENCE)
+    monkeypatch.setattr(weight_replacement, "MAX_VERIFICATION_SECONDS", PATIENCE)
 
 
 class SwappingEngine(FakeEngine):
@@ -133,7 +133,7 @@ async def test_an_engine_whose_exchange_is_cancelled_is_replaced(start: Start, m
             raise AssertionError("this activation was not completed")
 
         monkeypatch.setattr(engine, "swap_weights", hang)
-        activation = asyncio.create_task(model.activate(model.base_source, save))
+        activation = asyncio.create_task(weight_replacement.activate(model, model.base_source, save))
         await reached.wait()
         activation.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -162,7 +162,7 @@ async def test_requests_in_flight_end_with_the_old_weights_and_new_ones_wait(sta
 async def test_a_long_request_is_not_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(served_model, "MAX_DRAIN_SECONDS", 0.01)
+    monkeypatch.setattr(weight_replacement, "MAX_DRAIN_SECONDS", 0.01)
     caplog.set_level("INFO", "fp8serve.server")
     async with start(Launcher(lambda: SwappingEngine(delay=0.02))) as server:
         job, engine = await fine_tuned(server), server.launcher.engine
@@ -249,7 +249,7 @@ async def test_exchanged_weights_that_die_again_and_again_give_way(
         job = await fine_tuned(server)
         assert (await activate(server, job)).status_code == 200
         assert len(server.launcher.engines) == 1
-        for death in range(served_model.MAX_DEATHS):
+        for death in range(weight_replacement.MAX_DEATHS):
             assert (await server.client.get("/models")).json()["served"]["source"] == job, death
             count = len(server.launcher.engines)
             server.launcher.engine.alive = False

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from fp8serve.server.finetuning import activation
 from fp8serve.server.serving import supervisor
-from fp8serve.server.serving.served_model import MAX_DEATHS
+from fp8serve.server.serving.weight_replacement import MAX_DEATHS
 from fp8serve.server.settings import Settings
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
@@ -276,7 +276,7 @@ async def test_weights_that_cannot_be_started_again_give_way_to_those_before(
 
 async def test_long_after_they_began_to_serve_weights_stay(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "BACKOFF_SECONDS", (0.01,))
-    monkeypatch.setattr("fp8serve.server.serving.served_model.PROBATION_SECONDS", -1.0)
+    monkeypatch.setattr("fp8serve.server.serving.weight_replacement.PROBATION_SECONDS", -1.0)
     async with start() as server:
         job = await trained(server)
         assert (await activate(server, job)).status_code == 200

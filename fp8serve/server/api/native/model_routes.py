@@ -16,6 +16,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.named_models import NamedModel, adapters_below, check_name, models_below
 from fp8serve.server.schemas import finetune_bodies as bodies
 from fp8serve.server.server_state import ServerState
+from fp8serve.server.serving import weight_replacement
 from fp8serve.server.serving.model_loader import source_of
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.served_weights import AdapterSource, ServedWeights, WeightSource
@@ -145,7 +146,7 @@ async def replace_weights(body: bodies.WeightsBody, state: StateDep) -> ReplaceW
     seconds = state.settings.drain_seconds if body.seconds is None else body.seconds
     previous = served_view(model.current)
     verification = await _verification_on_texts(state, model, body)
-    change = model.replace_weights(directory, seconds, verification)
+    change = weight_replacement.replace_weights(model, directory, seconds, verification)
     purpose = f"replace the weights of the model {model.name} by {body.path}"
     served, verified = await state.model_loader.run_to_completion(change, purpose)
     return ReplaceWeightsResponse(

@@ -233,7 +233,8 @@ async def save(state: StateDep, body: SaveScalesBody | None = None, model: Model
     """Needs --roll-history. The server completes the write even if the client disconnects."""
     name = None if body is None else body.name
     served_model = state.models.require(model, "model")
-    saved_name, count = await asyncio.shield(asyncio.ensure_future(state.scale_saver.save(served_model, name)))
+    saving = state.scale_saver.save(served_model.resolve(), served_model.base_source.directory, name)
+    saved_name, count = await asyncio.shield(asyncio.ensure_future(saving))
     return SaveScalesResponse(name=saved_name, scales=count)
 
 
