@@ -68,7 +68,7 @@ class EngineStandIn:
             case "generate":
                 request, number = command["request"], command["stream"]
                 output = {"stream": number, "request_id": request["request_id"], "text_delta": "a", "token_ids": [97]}
-                if request["params"]["max_new_tokens"] == TOKENS:
+                if request["params"].get("max_new_tokens") == TOKENS:
                     self.streams.append(number)
                 else:
                     output["finish_reason"] = "length"
