@@ -224,14 +224,13 @@ class BlockTables:
         """Sends the entries of these rows' block tables that the device does not have."""
         if not rows:
             return
-        cells, blocks = [], list[int]()
-        for row in rows:
-            place, table = int(self.row_places[row]), self._row_tables[row]
-            start = int(self._num_sent[place])
-            cells.append(np.arange(place * self.width + start, place * self.width + len(table)))
+        cells, blocks, places = list[int](), list[int](), self.row_places[rows]
+        for row, place, start in zip(rows, places.tolist(), self._num_sent[places].tolist(), strict=True):
+            table = self._row_tables[row]
+            cells += range(place * self.width + start, place * self.width + len(table))
             blocks += table[start:]
             self._num_sent[place] = len(table)
-        entries = to_device(np.stack([np.concatenate(cells), np.array(blocks)]), torch.long, self.tensor.device)
+        entries = to_device(np.array([cells, blocks]), torch.long, self.tensor.device)
         self.tensor.view(-1).index_copy_(0, entries[0], entries[1].int())
 
 
