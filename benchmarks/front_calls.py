@@ -32,7 +32,6 @@ from uvicorn.server import ServerState as HttpState
 from benchmarks.front_time import INFO, LIMITS, ROUTES, request_bytes
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.messages import encode_json, encode_tokens
-from fp8serve.engine.output import RequestOutput
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
 from fp8serve.server.app import create_app
 from fp8serve.server.http.connections import timed_protocol
@@ -69,7 +68,7 @@ class EngineStandIn:
             case "generate":
                 request, number = command["request"], command["stream"]
                 output = {"stream": number, "request_id": request["request_id"], "text_delta": "a", "token_ids": [97]}
-                if request["params"]["max_new_tokens"] == TOKENS:
+                if request["params"].get("max_new_tokens") == TOKENS:
                     self.streams.append(number)
                 else:
                     output["finish_reason"] = "length"
@@ -153,8 +152,8 @@ class InstantFront:
 
     async def step(self) -> None:
         """Sends a token to every stream, and lets the server write the events."""
-        outputs = [RequestOutput("", " word", (7,))] * len(self._engine.streams)
-        self._engine.messages.feed_data(encode_tokens(self._engine.streams, outputs))
+        count = len(self._engine.streams)
+        self._engine.messages.feed_data(encode_tokens(self._engine.streams, [7] * count, [" word"] * count))
         for _ in range(4):  # turns of the event loop: the read, and tasks or callbacks that write
             await asyncio.sleep(0)
 

@@ -49,8 +49,9 @@ INFO: dict[str, Any] = {"device": "cpu", "kernels": {}}
 def run_engine(arguments: list[str], step_seconds: float) -> int:
     """Runs a worker with an engine that has no model."""
     from fp8serve.engine import worker
-    from fp8serve.engine.output import RequestOutput, Timing
+    from fp8serve.engine.output import RequestOutput, StepOutput, Timing
     from fp8serve.engine.request import EngineLimits, Request
+    from fp8serve.engine.sequence import Sequence
     from fp8serve.processes import Phases
 
     class PacedEngine:
@@ -58,24 +59,25 @@ def run_engine(arguments: list[str], step_seconds: float) -> int:
 
         def __init__(self, model_dir: Path, **options: Any) -> None:
             self.limits = EngineLimits(**LIMITS)
-            self.running: dict[str, tuple[Request, int]] = {}
+            self.running: dict[str, tuple[Sequence, int]] = {}  # with the number of tokens
             self.phases, self.next_step = Phases(), 0.0
 
         def add_request(self, request: Request, arrived: float) -> None:
-            self.running[request.request_id] = (request, 0)
+            self.running[request.request_id] = Sequence.of(request), 0
 
-        def step(self) -> list[RequestOutput]:
+        def run_step(self) -> list[StepOutput]:
             time.sleep(max(0.0, self.next_step - time.monotonic()))
             self.next_step = max(self.next_step + step_seconds, time.monotonic())
-            outputs = []
-            for name, (request, count) in list(self.running.items()):
-                is_last = count + 1 == request.params.max_new_tokens
-                timing = Timing(time.time(), 0.0, 0.0, 0.0) if count == 0 or is_last else None
-                prompt, reason = len(request.prompt_token_ids), "length" if is_last else None
-                outputs.append(
-                    RequestOutput(name, " word", (7,), None, reason, prompt, count + 1, timing=timing)  # type: ignore[arg-type]
-                )
-                self.running[name] = request, count + 1
+            outputs = list[StepOutput]()
+            for name, (seq, count) in list(self.running.items()):
+                count, prompt = count + 1, seq.num_prompt
+                is_last = count == seq.params.max_new_tokens
+                self.running[name] = seq, count
+                if count > 1 and not is_last:
+                    outputs.append((seq, prompt + count, 7, " word"))
+                    continue
+                timing, reason = Timing(time.time(), 0.0, 0.0, 0.0), "length" if is_last else None
+                outputs.append(RequestOutput(name, " word", (7,), None, reason, prompt, count, timing=timing))  # type: ignore[arg-type]
                 if is_last:
                     del self.running[name]
             return outputs

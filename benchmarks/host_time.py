@@ -2,12 +2,12 @@
 
 A GPU computes while Python prepares the next step, so a step cannot be shorter than the host's work for it. This
 benchmark runs the engine with a device that takes no time: a model of 320 tokens whose graphs return the same logits at
-every replay. All else is the engine's own: scheduling, the inputs of the graph, sampling, and the outputs of every
-sequence. `engine` is the processor time of `Engine.step`, and `messages` that of the messages which the engine process
-sends for it. The cost of torch's ops does not grow with the number of sequences, so the time of a sequence is
-the slope between two batch sizes. `detokenize` is measured alone, because it belongs to the tokenizer. In a `mixed`
-step, the oldest request has just been aborted, and the step computes the prompt of a new one beside the sequences that
-decode.
+every replay, and sampling that returns the same tokens. All else is the engine's own: scheduling, the inputs of the
+graph, and the outputs of every sequence. `engine` is the processor time of `Engine.run_step`, and `messages` that of
+the messages which the engine process sends for it. The cost of torch's ops does not grow with the number of sequences,
+so the time of a sequence is the slope between two batch sizes. `detokenize` is measured alone, because it belongs to
+the tokenizer. In a `mixed` step, the oldest request has just been aborted, and the step computes the prompt of a new
+one beside the sequences that decode.
 
 `--model DIR` measures a real model on `--device` instead: the time of a step on the clock, with a step launched before
 the previous one lands (engine/flights.py) and without, on the same engine in turns.
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from fp8serve.engine import runner as runner_module
 from fp8serve.engine import sampler
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.output import StepOutput
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.worker import Connection, Worker
@@ -54,6 +54,7 @@ class InstantModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.config = model.config
+        self._logits = torch.zeros(0, self.config.vocab_size)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: object, last: Tensor | None) -> Tensor:
         return torch.zeros(len(token_ids) if last is None else len(last), 1)
@@ -62,9 +63,10 @@ class InstantModel(nn.Module):
         return []
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = torch.zeros(len(hidden), self.config.vocab_size)
-        logits[:, ord("a")] = 20.0
-        return logits
+        if len(hidden) > len(self._logits):
+            self._logits = torch.zeros(len(hidden), self.config.vocab_size)
+            self._logits[:, ord("a")] = 20.0
+        return self._logits[: len(hidden)]
 
 
 class SilentConnection(Connection):
@@ -124,7 +126,7 @@ class InstantDecoding:
         for _ in range(steps):
             self.prepare_step()
             start = time.process_time()
-            outputs = self.engine.step()
+            outputs = self.engine.run_step()
             middle = time.process_time()
             self.worker._send_outputs(outputs)
             engine_seconds += middle - start
@@ -140,8 +142,12 @@ def _replay_nothing(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def _sample_nothing(logits: Tensor, *_: Tensor) -> Tensor:
-    """Stands for the op that samples on the device."""
+    """Stands for the ops that sample on the device."""
     return torch.full((len(logits),), ord("a"))
+
+
+def _instant_sampling() -> Any:
+    return patch.multiple(sampler, _sample=_sample_nothing, _greedy_tokens=_sample_nothing)
 
 
 def measure(model_dir: Path, batches: tuple[int, ...], steps: int, rounds: int) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def measure(model_dir: Path, batches: tuple[int, ...], steps: int, rounds: int) 
     result: dict[str, Any] = {"unit": "us", "batches": list(batches)}
     for name, sampling in (SAMPLING | MIXED).items():
         runs = [InstantDecoding(model_dir, batch, **sampling) for batch in batches]
-        with patch.object(sampler, "_sample", _sample_nothing):
+        with _instant_sampling():
             times = [[run.us(steps) for run in runs] for _ in range(rounds)]
         for part, index in (("engine", 0), ("messages", 1)):
             small, large = (min(pair[run][index] for pair in times) for run in range(2))
@@ -219,7 +225,7 @@ def calls_per_sequence(
         for _ in range(steps):
             run.prepare_step()
             profiler.enable()
-            run.engine.step()
+            run.engine.run_step()
             profiler.disable()
         calls.append(pstats.Stats(profiler).total_calls / steps)  # type: ignore[attr-defined]
     return float((calls[1] - calls[0]) / (batches[1] - batches[0]))
@@ -253,12 +259,12 @@ def main() -> None:
             print(json.dumps(measure(model_dir, batches, options.steps, options.rounds), indent=2))
             return
         run = InstantDecoding(model_dir, batches[-1], **(SAMPLING | MIXED)[options.profile])
-        outputs, profiler = list[RequestOutput](), cProfile.Profile()
-        with patch.object(sampler, "_sample", _sample_nothing):
+        outputs, profiler = list[StepOutput](), cProfile.Profile()
+        with _instant_sampling():
             for _ in range(options.steps):
                 run.prepare_step()
                 profiler.enable()
-                outputs += run.engine.step()
+                outputs += run.engine.run_step()
                 profiler.disable()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
         print(f"{len(outputs)} outputs in {options.steps} steps")

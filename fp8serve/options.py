@@ -95,25 +95,29 @@ def check(options: Any, error: type[Fp8ServeError]) -> None:
     """
     from pydantic import ValidationError
 
+    names, validator = _names_and_validator(options.__class__)
+    values = {name: getattr(options, name) for name in names}
+    arguments = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     try:
-        arguments = {name: tuple(v) if isinstance(v, list) else v for name, v in _field_values(options).items()}
-        values = _validator(options.__class__).validate_python(arguments)
+        valid = validator.validate_python(arguments)
     except ValidationError as validation_error:
         raise error(_message(validation_error.errors()[0])) from None
     for name, value in values.items():
-        object.__setattr__(options, name, value)
+        if valid[name] is not value:
+            object.__setattr__(options, name, valid[name])
 
 
 @cache
-def _validator(cls: Any) -> Any:
-    """Returns a strict validator, which refuses strings and booleans as numbers, NaN and infinity."""
+def _names_and_validator(cls: Any) -> tuple[tuple[str, ...], Any]:
+    """Returns the names of the fields, and a strict validator, which refuses strings and booleans as numbers, NaN and
+    infinity."""
     import typing_extensions
     from pydantic import ConfigDict, TypeAdapter
 
     typed_dict: Any = typing_extensions.TypedDict
     fields_dict = typed_dict(cls.__name__, get_type_hints(cls, include_extras=True))
     fields_dict.__pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False)
-    return TypeAdapter(fields_dict)
+    return tuple(f.name for f in fields(cls)), TypeAdapter(fields_dict)
 
 
 def _message(error: Mapping[str, Any]) -> str:

@@ -31,7 +31,14 @@ from fp8serve.engine.flights import Flight
 from fp8serve.engine.grammar import Mask, Masks, validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
+from fp8serve.engine.output import (
+    Completion,
+    FinishReason,
+    RequestOutput,
+    StepOutput,
+    TokenLogprob,
+    to_request_output,
+)
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampler import NOT_FINITE, SamplingPlan, launch_sampling
 from fp8serve.engine.sampling_params import SamplingParams
@@ -89,7 +96,7 @@ class Engine:
         self._step_seconds = 0.0  # duration of the last step
         self._plan: SamplingPlan | None = None  # of the last step
         self._flight: Flight | None = None  # the launched step that has not landed
-        self._outputs: list[RequestOutput] = []  # of the current call of `step`
+        self._outputs: list[StepOutput] = []  # of the current call of `run_step`
         # Whether a step is launched before the previous one lands. Drafts need the values of all previous tokens.
         self.async_scheduling = self.loaded.runner.device.type == "cuda" and not self.options.drafted_tokens
         self.weights_version = 0  # how often the weights were replaced
@@ -131,6 +138,10 @@ class Engine:
         return self.scheduler.has_work() or self._flight is not None
 
     def step(self) -> list[RequestOutput]:
+        """Runs a step, as `run_step` does."""
+        return [to_request_output(output) for output in self.run_step()]
+
+    def run_step(self) -> list[StepOutput]:
         """Launches the next step and lands the previous one. Without `async_scheduling`, lands the step that it has
         launched. Returns an output for every token of the landed step, or an empty list if no step has landed."""
         self._outputs = []
@@ -458,9 +469,9 @@ class Engine:
 
     def _process_sampled(
         self, flight: Flight, tokens: list[int], logprobs: Mapping[int, TokenLogprob]
-    ) -> list[RequestOutput]:
+    ) -> list[StepOutput]:
         """Appends the sampled tokens of a step to the sequences. Returns an output for every generated token."""
-        work, outputs = flight.work, list[RequestOutput]()
+        work, outputs = flight.work, list[StepOutput]()
         self.scheduler.advance(work)
         append, finished = self._append_token, Status.FINISHED
         for row, (seq, token) in enumerate(zip(work.decodes, tokens, strict=False)):
@@ -475,7 +486,7 @@ class Engine:
         self._totals["generated"] += len(outputs)
         return outputs
 
-    def _verify_draft(self, item: Work, sampled: list[tuple[int, TokenLogprob | None]]) -> list[RequestOutput]:
+    def _verify_draft(self, item: Work, sampled: list[tuple[int, TokenLogprob | None]]) -> list[StepOutput]:
         """Appends the first sampled token, and each next one if the token before it equals the drafted token."""
         seq, outputs = item.seq, [self._append_token(item.seq, *sampled[0])]
         for drafted, following in zip(item.draft, sampled[1:], strict=True):
@@ -495,7 +506,7 @@ class Engine:
         for position in range(accepted):
             self._accepted[position] += 1
 
-    def _append_token(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> RequestOutput:
+    def _append_token(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> StepOutput:
         """Appends a sampled token to its sequence, and ends the request if a stop condition is met."""
         if seq.first_token is None:
             self._totals["prompt"] += seq.num_prompt
@@ -516,12 +527,6 @@ class Engine:
         if seq.matcher is not None and not seq.matcher.consume_token(token):
             return self._fail(seq, "The grammar became too complex during generation; simplify it.")
         delta, num_tokens = text.push(token), len(seq.token_ids)
-        is_plain = seq.matcher is None and logprob is None and text.stopped is None and text.failure is None
-        if is_plain and seq.num_prompt + 1 < num_tokens < seq.max_tokens:  # the usual case first
-            num_generated = num_tokens - seq.num_prompt
-            return RequestOutput(
-                seq.request_id, delta, (token,), None, None, seq.num_prompt, num_generated, seq.num_cached
-            )
         if text.failure is not None:
             return self._end(seq, "error", delta, error=text.failure)
         is_complete = seq.matcher is not None and seq.matcher.is_stopped()  # no further token is allowed
@@ -532,6 +537,8 @@ class Engine:
             return self._end(seq, "stop", delta, token, logprob, text.stopped)
         if has_max_tokens:
             return self._end(seq, "length", delta, token, logprob)
+        if logprob is None and num_tokens > seq.num_prompt + 1:
+            return seq, num_tokens, token, delta
         return self._output(seq, delta, token, logprob)
 
     def _fail(self, seq: Sequence, message: str) -> RequestOutput:

@@ -190,53 +190,47 @@ class BlockTables:
         self.tensor = torch.zeros((rows, width), dtype=torch.int32, device=device)
         self._owners: list[list[int] | None] = [None] * rows  # of each place, the block table
         self._place_of: dict[int, int] = {}  # by the id of a block table, which `_owners` keeps alive
-        self._num_sent = np.zeros(rows, np.int64)  # of each place, the entries on the device
-        # the tables of the last step's rows, their places, and the index and the block of their last positions
-        self._row_tables: list[list[int]] = []
-        self.row_places = self._row_indices = self._row_blocks = np.zeros(0, np.int64)
+        # of each place: the entries on the device, and the index and the block of the last position
+        self._num_sent, self._indices, self._blocks = (np.zeros(rows, np.int64) for _ in range(3))
+        self._row_tables: list[list[int]] = []  # of the last step
+        self.row_places = np.zeros(0, np.int64)  # the places of these tables
 
     def update(self, tables: list[list[int]], positions: IntArray) -> IntArray:
         """Sends the new entries of a step's block tables to the device. `positions` are the last ones of the rows.
         Returns the block of each of them, and leaves the places of the tables in `row_places`."""
-        indices = positions // self._block_size
-        if len(tables) == len(self._row_tables) and all(map(operator.is_, tables, self._row_tables)):
-            changed = np.flatnonzero(indices != self._row_indices)
-            blocks = self._row_blocks
-        else:
+        if len(tables) != len(self._row_tables) or not all(map(operator.is_, tables, self._row_tables)):
             self._row_tables, self.row_places = tables, self._assign_places(tables)
-            changed, blocks = np.arange(len(tables)), np.zeros(len(tables), np.int64)
-        for row in changed.tolist():
-            blocks[row] = tables[row][indices[row]]
-        self._row_indices, self._row_blocks = indices, blocks
-        self._send_entries([row for row in changed.tolist() if indices[row] >= self._num_sent[self.row_places[row]]])
-        return blocks
+        places, indices = self.row_places, positions // self._block_size
+        changed = np.flatnonzero(indices != self._indices[places])
+        self._indices[places] = indices
+        if len(changed):
+            self._blocks[places[changed]] = [tables[row][indices[row]] for row in changed.tolist()]
+            self._send_entries(changed[indices[changed] >= self._num_sent[places[changed]]].tolist())
+        return self._blocks[places]
 
     def _assign_places(self, tables: list[list[int]]) -> IntArray:
         """Returns the place of each block table. A new table takes the place of one that this step does not need."""
-        places = [self._place_of.get(id(table), -1) for table in tables]
-        if min(places) < 0:
-            needed = set(map(id, tables))
-            free = (place for place, owner in enumerate(self._owners) if owner is None or id(owner) not in needed)
-            for row, table in enumerate(tables):
-                if places[row] < 0 and (place := self._place_of.get(id(table), -1)) < 0:
-                    place = next(free)
-                    self._place_of.pop(id(self._owners[place]), None)
-                    self._owners[place], self._place_of[id(table)], self._num_sent[place] = table, place, 0
-                places[row] = self._place_of[id(table)]
+        places: list[int | None] = list(map(self._place_of.get, map(id, tables)))
+        if None in places:
+            free = iter(sorted(set(range(len(self._owners))).difference(places)))
+            for row in [row for row, place in enumerate(places) if place is None]:
+                place = places[row] = next(free)
+                self._place_of.pop(id(self._owners[place]), None)
+                self._owners[place], self._place_of[id(tables[row])] = tables[row], place
+                self._num_sent[place], self._indices[place] = 0, -1
         return np.array(places)
 
     def _send_entries(self, rows: list[int]) -> None:
         """Sends the entries of these rows' block tables that the device does not have."""
         if not rows:
             return
-        cells, blocks = [], list[int]()
-        for row in rows:
-            place, table = int(self.row_places[row]), self._row_tables[row]
-            start = int(self._num_sent[place])
-            cells.append(np.arange(place * self.width + start, place * self.width + len(table)))
+        cells, blocks, places = list[int](), list[int](), self.row_places[rows]
+        for row, place, start in zip(rows, places.tolist(), self._num_sent[places].tolist(), strict=True):
+            table = self._row_tables[row]
+            cells += range(place * self.width + start, place * self.width + len(table))
             blocks += table[start:]
             self._num_sent[place] = len(table)
-        entries = to_device(np.stack([np.concatenate(cells), np.array(blocks)]), torch.long, self.tensor.device)
+        entries = to_device(np.array([cells, blocks]), torch.long, self.tensor.device)
         self.tensor.view(-1).index_copy_(0, entries[0], entries[1].int())
 
 

@@ -6,18 +6,18 @@
               uint32), then the texts, in UTF-8, without separators
 
 All numbers are little-endian. The client numbers its requests (`stream`), and JSON messages about a request have its
-number, too. A frame has the outputs that are nothing but one more token and its text. Each takes 12 bytes and the text,
-where JSON takes about 120. All other outputs are JSON. Nothing is unpickled, and a payload that does not match its
+number, too. A frame has the outputs that are nothing but one more token and its text (PlainToken in output.py); the
+client knows all their other fields from earlier outputs. Each takes 12 bytes and the text, where JSON takes about 120.
+All other outputs are JSON. Nothing is unpickled, and a payload that does not match its
 lengths raises MessageError. This module does not import torch.
 """
 
+import itertools
 import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from fp8serve.engine.output import RequestOutput
 
 MAX_MESSAGE_BYTES = 2**26  # worker.py splits longer messages
 _HEADER = struct.Struct("<BI")
@@ -40,24 +40,17 @@ class TokenFrame:
     texts: Sequence[str]
 
 
-def fits_token_frame(output: RequestOutput) -> bool:
-    """Whether a frame can hold the output: the client knows all its other fields from earlier outputs."""
-    return output.has_only_text and output.timing is None and len(output.token_ids) == 1
-
-
 def encode_json(event: str, fields: dict[str, Any]) -> bytes:
     """Encodes a JSON message."""
     payload = json.dumps({"event": event, **fields}, separators=(",", ":")).encode()
     return _HEADER.pack(_JSON, len(payload)) + payload
 
 
-def encode_tokens(streams: Sequence[int], outputs: Sequence[RequestOutput]) -> bytes:
-    """Encodes a frame with the outputs of the given streams, each of which `fits_token_frame`."""
-    count, texts = len(outputs), [output.text_delta.encode() for output in outputs]
-    numbers = struct.pack(
-        f"<{3 * count + 1}I", count, *streams, *[output.token_ids[0] for output in outputs], *map(len, texts)
-    )
-    payload = numbers + b"".join(texts)
+def encode_tokens(streams: Sequence[int], token_ids: Sequence[int], texts: Sequence[str]) -> bytes:
+    """Encodes a frame with one token and its text for each of the given streams."""
+    count, text = len(streams), "".join(texts)
+    lengths = map(len, texts if text.isascii() else map(str.encode, texts))
+    payload = struct.pack(f"<{3 * count + 1}I", count, *streams, *token_ids, *lengths) + text.encode()
     return _HEADER.pack(_TOKENS, len(payload)) + payload
 
 
@@ -105,8 +98,11 @@ def _decode_tokens(payload: bytes) -> TokenFrame:
     lengths = numbers[2 * count :]
     if len(payload) != start + sum(lengths):
         raise MessageError(f"The texts of a frame have {sum(lengths)} bytes, and {len(payload) - start} were sent.")
-    texts = []
-    for length in lengths:
-        texts.append(payload[start : start + length].decode())
-        start += length
+    data = payload[start:]
+    ends = list(itertools.accumulate(lengths, initial=0))
+    if data.isascii():
+        text = data.decode()
+        texts = [text[start:end] for start, end in itertools.pairwise(ends)]
+    else:
+        texts = [data[start:end].decode() for start, end in itertools.pairwise(ends)]
     return TokenFrame(numbers[:count], numbers[count : 2 * count], texts)

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fp8serve.options import known_fields
+
+if TYPE_CHECKING:
+    from fp8serve.engine.sequence import Sequence
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -45,7 +48,7 @@ class Timing:
         return (self.prefill or 0.0) + (self.decode or 0.0)
 
 
-@dataclass(slots=True)  # not frozen: a frozen one takes four times as long to create, and there is one for every token
+@dataclass(slots=True)  # not frozen: a frozen one takes four times as long to create
 class RequestOutput:
     """The tokens that one step generated for one request. Only the last output of a request has a `finish_reason`.
 
@@ -80,7 +83,7 @@ class RequestOutput:
         return self.finish_reason == "length" or isinstance(self.stop_reason, str)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields that differ from their defaults. Most outputs are sent in frames instead (messages.py)."""
+        """Returns the fields that differ from their defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         for name in _LOGPROB_FIELDS & values.keys():
             values[name] = [
@@ -104,6 +107,21 @@ class RequestOutput:
 
 def _logprob_from_json(data: Mapping[str, Any]) -> TokenLogprob:
     return TokenLogprob(data["token_id"], data["logprob"], tuple((token, value) for token, value in data["top"]))
+
+
+PlainToken = tuple["Sequence", int, int, str]
+"""An output that is nothing but one more token: the sequence, its number of tokens with this one, the token's id, and
+the text that it released. Most outputs of a step are such tuples, because a RequestOutput takes ten times as long to
+create."""
+StepOutput = RequestOutput | PlainToken
+
+
+def to_request_output(output: StepOutput) -> RequestOutput:
+    if isinstance(output, RequestOutput):
+        return output
+    seq, num_tokens, token_id, text = output
+    counts = seq.num_prompt, num_tokens - seq.num_prompt, seq.num_cached
+    return RequestOutput(seq.request_id, text, (token_id,), None, None, *counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,10 @@ class Request:
         return chain(self.prompt_token_ids, self.params.stop_token_ids, biased)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the request as a JSON object, without copying the prompt."""
-        params = {name: getattr(self.params, name) for name in _PARAMS}
+        """Returns the request as a JSON object, without copying the prompt and without parameters that have their
+        defaults."""
+        values = {name: getattr(self.params, name) for name in _DEFAULTS}
+        params = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
         return {name: getattr(self, name) for name in _PLAIN_FIELDS} | {"params": params}
 
     @classmethod
@@ -57,7 +59,7 @@ class Request:
         return cls(**{**known_fields(cls, data), "params": SamplingParams(**params)})
 
 
-_PARAMS = tuple(item.name for item in fields(SamplingParams))
+_DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
 _PLAIN_FIELDS = ("request_id", "prompt_token_ids", "tenant", "group", "adapter")  # JSON types
 Task = Literal["generate", "embed", "classify"]
 _NOT_GENERATIVE: dict[Task, str] = {

@@ -18,6 +18,7 @@ samples the same sequences as the step before, so everything that depends only o
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,7 @@ class SamplingPlan:
 
     sampled_rows: Tensor  # int64; this and the next three attributes exist only if some row needs them
     logprob_rows: Tensor
-    seed_hashes: list[blake2b]  # of the sampled rows
+    seed_hashes: tuple[blake2b, ...]  # of the sampled rows
     filters: tuple[Tensor, ...]  # temperature, top_k, top_p and min_p of the sampled rows
 
     def __init__(self, seqs: list[Sequence], device: torch.device) -> None:
@@ -92,7 +93,9 @@ class SamplingPlan:
         for row, seq in enumerate(seqs):
             if seq.sampling is None:
                 names = tuple(name for name, applies in _SAMPLING_STEPS.items() if applies(seq))
-                seq.sampling = names, _seed_hash(seq.seed)
+                params = seq.params
+                filters = params.temperature, params.top_k, params.top_p, params.min_p
+                seq.sampling = names, _seed_hash(seq.seed), filters
             for name in seq.sampling[0]:
                 rows[name].append(row)
         self.seqs = seqs
@@ -105,12 +108,11 @@ class SamplingPlan:
         if self.logprobs:
             self.logprob_rows = to_device(self.logprobs, torch.long, device)
         if self.sampled:
-            self.seed_hashes = [seqs[row].sampling[1] for row in self.sampled]  # type: ignore[index]  # set above
+            _, self.seed_hashes, filters = zip(*[seqs[row].sampling for row in self.sampled], strict=True)  # type: ignore[misc]
             self.sampled_rows = to_device(self.sampled, torch.long, device)
-            sampled = [seqs[row].params for row in self.sampled]
-            columns = [p.temperature for p in sampled], [p.top_p for p in sampled], [p.min_p for p in sampled]
-            temperature, top_p, min_p = to_device(columns, torch.float64, device)
-            self.filters = temperature, to_device([p.top_k for p in sampled], torch.long, device), top_p, min_p
+            columns = np.array(filters, np.float64).T
+            temperature, top_k, top_p, min_p = to_device(np.ascontiguousarray(columns), torch.float64, device)
+            self.filters = temperature, top_k.long(), top_p, min_p
 
 
 class Samples:
@@ -178,7 +180,7 @@ def _seed_hash(seed: int) -> blake2b:
     return blake2b(seed.to_bytes(8, "little"), digest_size=8)
 
 
-def _uniforms(seed_hashes: list[blake2b], positions: list[int]) -> NDArray[np.floating[Any]]:
+def _uniforms(seed_hashes: Items[blake2b], positions: list[int]) -> NDArray[np.floating[Any]]:
     """Returns `uniform` for each pair of a hashed seed and a position."""
     digests = []
     for seed_hash, position in zip(seed_hashes, positions, strict=True):

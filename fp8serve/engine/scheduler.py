@@ -213,6 +213,8 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in the order of admission
+        self._num_running_of_tenant: Counter[str] = Counter()
+        self._num_running_of_group: Counter[tuple[str, str]] = Counter()
         self.num_preemptions = 0
         self.num_prefix_queried = 0  # tokens of admitted sequences
         self.num_prefix_hits = 0  # those of them that were in the prefix cache
@@ -285,7 +287,7 @@ class Scheduler:
         later steps that get them run after it."""
         self._is_fair = False
         if seq.status is Status.RUNNING:
-            self.running.remove(seq)
+            self._remove_running(seq)
         elif seq.status is not Status.FINISHED:
             self.waiting.remove(seq)
         self.pool.release(seq)
@@ -293,7 +295,8 @@ class Scheduler:
 
     def _decodes(self) -> tuple[StepWork, list[Sequence]]:
         """Returns the work of the decoding sequences, and the running sequences whose prompt is not fully computed."""
-        decodes, prompts, size = list[Sequence](), list[Sequence](), self.pool.block_size
+        work, prompts, size = StepWork(), list[Sequence](), self.pool.block_size
+        decodes, positions, sources = work.decodes, work.positions, work.sources
         for seq in self.running:  # `_grow` removes sequences from the end only, at most down to this one
             start, num_tokens = seq.num_launched, len(seq.token_ids)
             if start + 1 < num_tokens:
@@ -302,9 +305,9 @@ class Scheduler:
                 continue  # its last token is promised
             elif start % size or self._grow(seq):  # only the first token of a block needs a new one
                 decodes.append(seq)
-        positions = [seq.num_launched for seq in decodes]
-        sources = [seq.sample_row if seq.num_launched >= len(seq.token_ids) else -1 for seq in decodes]
-        return StepWork(decodes, positions, sources), prompts
+                positions.append(start)
+                sources.append(seq.sample_row if start >= num_tokens else -1)
+        return work, prompts
 
     def _add_drafts(self, work: StepWork, max_tokens: int) -> None:
         """Adds drafts of up to `max_tokens` tokens in all to the decoding sequences. Every sequence gets an equal
@@ -336,9 +339,21 @@ class Scheduler:
             self.waiting.add_preempted(youngest)
         return seq.status is Status.RUNNING
 
+    def _add_running(self, seq: Sequence) -> None:
+        self.running.append(seq)
+        self._num_running_of_tenant[seq.tenant] += 1
+        self._num_running_of_group[seq.group] += 1
+
+    def _remove_running(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        for counts, key in ((self._num_running_of_tenant, seq.tenant), (self._num_running_of_group, seq.group)):
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]
+
     def _preempt(self, seq: Sequence) -> None:
         self._is_fair = False
-        self.running.remove(seq)
+        self._remove_running(seq)
         self.pool.release(seq)
         seq.status = Status.PREEMPTED
         self.num_preemptions += 1
@@ -358,10 +373,8 @@ class Scheduler:
         it. Returns None if there is no such sequence."""
         if self._is_fair or not self.waiting:
             return None
-        tenants = Counter(seq.tenant for seq in self.running)
-        groups = Counter(seq.group for seq in self.running)
         for seq in self.waiting.group_heads():
-            if (victim := self._victim_for(seq, tenants, groups)) is not None:
+            if (victim := self._victim_for(seq)) is not None:
                 return seq, victim
         self._is_fair = True
         return None
@@ -369,7 +382,7 @@ class Scheduler:
     def _has_room(self, seq: Sequence) -> bool:
         return len(self.running) < self.max_num_seqs and self.pool.can_allocate(seq, reserve=len(self.running))
 
-    def _victim_for(self, seq: Sequence, tenants: Counter[str], groups: Counter[tuple[str, str]]) -> Sequence | None:
+    def _victim_for(self, seq: Sequence) -> Sequence | None:
         """Returns the sequence to preempt for `seq`, or None if `seq` must wait.
 
         If the largest tenant runs at least two sequences more than the tenant of `seq`, the victim is the youngest
@@ -377,17 +390,19 @@ class Scheduler:
         victim is the youngest sequence of the largest group of the same tenant, if this group runs at least two. The
         victim is never the oldest running sequence.
         """
-        largest_tenant, num_running = max(tenants.items(), key=lambda item: item[1], default=("", 0))
-        if num_running >= tenants[seq.tenant] + 2:
-            return self._youngest(largest_tenant, groups)
-        if groups[seq.group] or tenants[seq.tenant] < 2:
+        tenants, groups = self._num_running_of_tenant, self._num_running_of_group
+        most = max(tenants.values(), default=0)
+        if most >= tenants[seq.tenant] + 2:
+            return self._youngest(next(s.tenant for s in self.running if tenants[s.tenant] == most))
+        if groups[seq.group] or tenants[seq.tenant] < 2 or max(groups.values()) == 1:
             return None
-        youngest = self._youngest(seq.tenant, groups)
+        youngest = self._youngest(seq.tenant)
         return youngest if groups[youngest.group] > 1 else None
 
-    def _youngest(self, tenant: str, groups: Counter[tuple[str, str]]) -> Sequence:
+    def _youngest(self, tenant: str) -> Sequence:
         """Returns the youngest sequence of the tenant's largest group."""
-        return max((s for s in reversed(self.running) if s.tenant == tenant), key=lambda s: groups[s.group])
+        seqs = (seq for seq in reversed(self.running) if seq.tenant == tenant)
+        return max(seqs, key=lambda seq: self._num_running_of_group[seq.group])
 
     def _chunks(self, prompts: list[Sequence], budget: int) -> list[Work]:
         """Schedules the next chunk of every partly computed prompt, up to `budget` tokens in all."""
@@ -419,7 +434,7 @@ class Scheduler:
             return None
         self._is_fair = False
         self.waiting.pop()
-        self.running.append(seq)
+        self._add_running(seq)
         if seq.status is Status.WAITING:
             seq.num_cached, seq.admitted = seq.num_computed, time.monotonic()
         seq.status = Status.RUNNING

@@ -53,8 +53,9 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ...
     arrived: float = field(default_factory=time.monotonic)  # when the engine process received the request
     first_token: float | None = None  # when the first token was generated
-    # the operations of SamplingPlan that this sequence needs, and the hash of its seed; the sampler writes them once
-    sampling: tuple[tuple[str, ...], blake2b] | None = None
+    # the operations of SamplingPlan that this sequence needs, the hash of its seed, and its filters (temperature,
+    # top_k, top_p, min_p); the sampler writes them once
+    sampling: tuple[tuple[str, ...], blake2b, tuple[float, ...]] | None = None
     # the scheduler writes the following fields
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None

@@ -37,7 +37,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -48,9 +48,9 @@ from fp8serve import logs
 from fp8serve.engine.defaults import worker_options
 from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine, EncodingCall
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.messages import encode_json, encode_tokens, fits_token_frame
+from fp8serve.engine.messages import encode_json, encode_tokens
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.output import RequestOutput, StepOutput
 from fp8serve.engine.request import Request, Task
 from fp8serve.engine.task import task_of
 from fp8serve.errors import Fp8ServeError, RequestError
@@ -145,10 +145,12 @@ class Worker:
 
     def _step(self) -> None:
         self._step_start = time.monotonic()
-        self._send_outputs(self._engine.step())
         if isinstance(self._engine, EncoderEngine):
+            self._engine.step()
             for call in self._engine.pop_finished_calls():
                 self._send_results(call.number, call.results)
+        else:
+            self._send_outputs(self._engine.run_step())
         self._step_start = None
 
     def _handle_commands(self) -> None:
@@ -160,16 +162,16 @@ class Worker:
                 self._commands[message["op"]](message)
                 message = self._connection.inbox.get(block=False)
 
-    def _send_outputs(self, outputs: list[RequestOutput]) -> None:
+    def _send_outputs(self, outputs: Sequence[StepOutput]) -> None:
         """Sends the outputs of a step at once and in order: those of text alone in frames, and the others as JSON. An
         output with log-probabilities of a prompt is sent in several messages."""
         messages: list[bytes] = []
-        for fits, run in groupby(outputs, fits_token_frame):
-            if fits:
-                plain = list(run)
-                messages.append(encode_tokens([self._streams[output.request_id] for output in plain], plain))
+        for kind, run in groupby(outputs, type):
+            if kind is RequestOutput:
+                messages += self._encode_other_outputs(run)  # type: ignore[arg-type]
             else:
-                messages += self._encode_other_outputs(run)
+                seqs, _, token_ids, texts = zip(*run, strict=True)
+                messages.append(encode_tokens([self._streams[seq.request_id] for seq in seqs], token_ids, texts))
         if messages:
             self._connection.send_bytes(b"".join(messages))
 

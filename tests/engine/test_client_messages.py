@@ -18,7 +18,7 @@ from fp8serve.engine import worker as worker_module
 from fp8serve.engine.client import EngineClient, Token
 from fp8serve.engine.embedding_engine import EncoderEngine
 from fp8serve.engine.messages import MAX_MESSAGE_BYTES, MessageReader, encode_json
-from fp8serve.engine.output import RequestOutput, Timing, TokenLogprob
+from fp8serve.engine.output import RequestOutput, StepOutput, Timing, TokenLogprob, to_request_output
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.worker import Worker
@@ -182,6 +182,16 @@ def plain(name: str, text: str, token: int, count: int) -> RequestOutput:
     return RequestOutput(name, text, (token,), None, None, 1, count, 3)
 
 
+def as_step_output(output: RequestOutput) -> StepOutput:
+    """Returns the output as `Engine.run_step` returns it."""
+    if not output.has_only_text or output.timing is not None:
+        return output
+    seq: Any = SimpleNamespace(request_id=output.request_id, num_prompt=1, num_cached=output.num_cached_tokens)
+    plain_token = seq, 1 + output.num_generated, output.token_ids[0], output.text_delta
+    assert to_request_output(plain_token) == output
+    return plain_token
+
+
 def step_outputs() -> list[RequestOutput]:
     """Returns outputs of every kind that a step may return; one request has several tokens, as with drafts."""
     first = RequestOutput("a", "x", (1,), None, None, 1, 1, 3, timing=Timing(0.5, 0.25, 0.125))
@@ -212,8 +222,9 @@ def test_a_stream_may_be_cancelled_while_its_tokens_are_written() -> None:
     client._start(Request("b", (1,)), received.append)
     for name in ("a", "b"):
         worker._streams[name] = client._streams[name].number
-    worker._send_outputs([plain("a", "x", 1, 1)])
-    worker._send_outputs([RequestOutput("a", "", (9,), None, "stop", 1, 2), plain("b", "y", 2, 1)])
+    worker._send_outputs([as_step_output(plain("a", "x", 1, 1))])
+    last = RequestOutput("a", "", (9,), None, "stop", 1, 2)
+    worker._send_outputs([last, as_step_output(plain("b", "y", 2, 1))])
     wire.read(client)
     assert [(output.request_id, output.text_delta) for output in received] == [("b", "y")]
 
@@ -232,7 +243,7 @@ def test_tokens_of_several_frames_are_passed_on_together_before_later_outputs(is
     first, *outputs = [plain("a", text, token, token) for token, text in enumerate("xyz", 1)]
     last = RequestOutput("a", "", (9,), None, "stop", 1, 4, 3)
     for each in ([replace(first, timing=Timing(0.5, 0.25, 0.125))], outputs[:1], outputs[1:], [last]):
-        worker._send_outputs(each)
+        worker._send_outputs(list(map(as_step_output, each)))
     wire.read(client)
     assert received == [first, [(2, "y"), (3, "z")], *([] if is_written else outputs), last]
 
@@ -244,7 +255,7 @@ def test_outputs_arrive_as_they_were_sent_however_the_bytes_are_divided(size: in
     for name in "abc":
         client._start(Request(name, (1,)), delivered.append)
         worker._streams[name] = client._streams[name].number
-    worker._send_outputs(step_outputs())
+    worker._send_outputs(list(map(as_step_output, step_outputs())))
     data, reader = b"".join(wire.messages), MessageReader()
     for start in range(0, len(data), size):
         for message, _ in reader.feed(data[start : start + size]):
@@ -262,7 +273,7 @@ def test_a_step_of_many_plain_tokens_is_one_short_frame() -> None:
     worker, wire = worker_and_wire(SimpleNamespace())
     names = [f"request-{number}" for number in range(128)]
     worker._streams = {name: number for number, name in enumerate(names)}
-    worker._send_outputs([plain(name, " word", 7, 2) for name in names])
+    worker._send_outputs([as_step_output(plain(name, " word", 7, 2)) for name in names])
     (message,) = wire.messages
     assert len(message) == 5 + 4 + 128 * (12 + 5)
 

@@ -139,8 +139,10 @@ def test_long_prompts_of_one_request_do_not_delay_another_request() -> None:
         scheduler.add(sequence(f"a{i}", 100, new=1, group="a"))
     while len(scheduler.running) < 1:
         run_step(scheduler)
-    scheduler.running += [seq for seq in (sequence("b", 10, new=1),) if scheduler.pool.allocate(seq)]
-    scheduler.running[-1].status = Status.RUNNING
+    newest = sequence("b", 10, new=1)
+    assert scheduler.pool.allocate(newest)
+    scheduler._add_running(newest)
+    newest.status = Status.RUNNING
     steps = 0
     while scheduler.running[-1].request_id == "b":
         run_step(scheduler)

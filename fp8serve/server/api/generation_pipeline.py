@@ -264,17 +264,22 @@ def _stream(renderer: Renderer[Any, Any], state: ServerState) -> EventStream:
 
 
 async def _encoded_events(renderer: Renderer[Any, Any]) -> AsyncGenerator[bytes, None]:
-    """Yields the bytes of a stream. Events of outputs that arrived together are one chunk."""
+    """Yields the bytes of a stream. Events of outputs that arrived together are one chunk, and those of the last
+    outputs are one chunk with the end of the stream."""
+    last = b""
     try:
         if opening := b"".join(map(renderer.encode, renderer.opening())):
             yield opening
         async with contextlib.aclosing(renderer.generation.outputs()) as batches:
             async for outputs in batches:
-                if events := renderer.encode_outputs(outputs):
+                events = renderer.encode_outputs(outputs)
+                if events and renderer.generation.is_running:
                     yield events
+                else:
+                    last += events
         closing = b"".join(map(renderer.encode, renderer.closing()))
     except Fault as fault:
         logs.bind(error=fault.code.value)
         closing = renderer.encode(renderer.failure(fault))
-    if closing or renderer.END:
-        yield closing + renderer.END
+    if end := last + closing + renderer.END:
+        yield end

@@ -6,6 +6,7 @@ which aborts the generation. uvicorn itself closes connections that are idle bet
 `uploads.py` limit the time for bodies.
 
 Event streams write their chunks through `write_chunk`, which frames them as h11 does, at a fraction of the time.
+Handlers get to know of a disconnect through `on_disconnect`, without a task that waits for it.
 
 Files and engine processes need file descriptors, too, so connections may use only some of them (`ConnectionLimit`).
 A client without a key cannot lock out others by opening many connections: if the limit is reached, the connection that
@@ -16,13 +17,15 @@ import asyncio
 import logging
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fp8serve.server.http.streams import WRITE_CHUNK
+from fp8serve.server.http.streams import ON_DISCONNECT, WRITE_CHUNK
 from fp8serve.server.settings import ServerLimits
 
 log = logging.getLogger("fp8serve.server")
@@ -139,6 +142,7 @@ class TimedProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
+        self._disconnect_callbacks: set[Callable[[], None]] = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -152,6 +156,8 @@ class TimedProtocol(H11Protocol):
         self._stop_header_timer()
         self._stop_send_timer()
         super().connection_lost(exc)
+        for callback in list(self._disconnect_callbacks):
+            callback()
 
     def close_for_another(self) -> None:
         """Closes the connection, which has no running request, because a new connection exceeds the limit."""
@@ -174,7 +180,17 @@ class TimedProtocol(H11Protocol):
         if not self._is_between_requests:
             self.waiting_connections.remove_waiting(self)
             self._close_if_ambiguous()
-            self.scope["extensions"] = {WRITE_CHUNK: self.write_chunk}  # type: ignore[dict-item]
+            extensions = {WRITE_CHUNK: self.write_chunk, ON_DISCONNECT: self.on_disconnect}
+            self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
+
+    def on_disconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Calls `callback` when the client of the current request disconnects, or now if it has. Returns a function
+        that revokes this."""
+        self.flow.resume_reading()  # as the request's `receive` does, because a paused connection notices no disconnect
+        if self.cycle.disconnected:
+            callback()
+        self._disconnect_callbacks.add(callback)
+        return partial(self._disconnect_callbacks.discard, callback)
 
     def write_chunk(self, data: bytes) -> bool:
         """Writes a part of the response's body. Returns False if it must be passed to `send`: if the client is slow or

@@ -6,9 +6,10 @@ not raise: errors after the status 200 can only be sent as events. `until_discon
 response when the client disconnects. `request.is_disconnected()` is not used, because behind middleware it detects a
 disconnect too late.
 
-A chunk costs no task and no timer: the generator runs in the task of the request, a second task waits for the
-disconnect, and one timer looks twice per `keep_alive` whether the stream was silent. fp8serve's own HTTP protocol
-(connections.py) puts the function `write_chunk` into the scope, which writes a chunk to the socket without h11.
+A chunk costs no task and no timer: the generator runs in the task of the request, and one timer looks twice per
+`keep_alive` whether the stream was silent. fp8serve's own HTTP protocol (connections.py) puts two functions into the
+scope: `write_chunk` writes a chunk to the socket without h11, and `on_disconnect` calls back when the client
+disconnects. On other servers, a task waits for the disconnect.
 """
 
 import asyncio
@@ -26,6 +27,10 @@ KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 WRITE_CHUNK = "fp8serve.write_chunk"
 """The extension of the ASGI scope with the server's function of the type WriteChunk."""
+ON_DISCONNECT = "fp8serve.on_disconnect"
+"""The extension of the ASGI scope with the server's function of the type OnDisconnect."""
+OnDisconnect = Callable[[Callable[[], None]], Callable[[], None]]
+"""Registers a function that is called when the client disconnects, and returns a function that revokes this."""
 WriteChunk = Callable[[bytes], bool]
 """Writes a part of a response's body and returns True, or returns False if the part must be passed to `send`."""
 
@@ -93,7 +98,7 @@ class EventStream(Response):
 
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async with _until_disconnect(receive) as limit:
+            async with _until_disconnect(scope, receive) as limit:
                 keep_alive.start()
                 if self.on_start is not None and write_chunk is not None:
                     self.on_start(write)
@@ -146,15 +151,28 @@ class _KeepAlive:
 
 
 @contextlib.asynccontextmanager
-async def _until_disconnect(receive: Receive) -> AsyncGenerator[asyncio.Timeout, None]:
-    """Runs a block until the client disconnects. Then the block is cancelled, and the yielded timeout has `expired`."""
+async def _until_disconnect(scope: Scope, receive: Receive) -> AsyncGenerator[asyncio.Timeout, None]:
+    """Runs a block until the client disconnects. Then the block is cancelled, and the yielded timeout has `expired`.
+    The request's body must have been read."""
 
-    async def watch() -> None:
-        await wait_for_disconnect(receive)
+    def expire() -> None:
         limit.reschedule(asyncio.get_running_loop().time())
 
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        expire()
+
+    on_disconnect: OnDisconnect | None = scope.get("extensions", {}).get(ON_DISCONNECT)
     try:
         async with asyncio.timeout(None) as limit:
+            if on_disconnect is not None:
+                revoke = on_disconnect(expire)
+                try:
+                    yield limit
+                finally:
+                    revoke()
+                return
             watcher = asyncio.create_task(watch())
             try:
                 yield limit
@@ -172,22 +190,8 @@ async def cancel(task: "asyncio.Future[Any]") -> None:
         await task
 
 
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Returns when the client closes the connection. The request's body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `work`. If the client disconnects first, cancels `work` and raises ClientGoneError."""
-    task = asyncio.ensure_future(work)
-    disconnect = asyncio.create_task(wait_for_disconnect(request.receive))
-    try:
-        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        await cancel(disconnect)
-        if not task.done():
-            await cancel(task)
+    async with _until_disconnect(request.scope, request.receive):
+        return await work
+    raise ClientGoneError

@@ -228,8 +228,9 @@ class _Sequence:
         """Writes tokens directly and counts them, or returns False. The first output is never written directly."""
         if not self.usage.generated_tokens or not self._generation.write_tokens(tokens):
             return False
-        self.usage.generated_tokens += len(tokens)
-        self._recorder.record_tokens(len(tokens))
+        count = len(tokens)
+        self.usage.generated_tokens += count
+        self._recorder.record_tokens(count)
         return True
 
     def _record(self, output: RequestOutput) -> Fault | None:

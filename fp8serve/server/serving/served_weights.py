@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ class WeightSource:
     directory: Path
     options: EngineOptions
     output_format: OutputFormat = AUTO_FORMAT
+
+    @cached_property
+    def resolved_directory(self) -> str:
+        """The path of the directory without symbolic links."""
+        return str(self.directory.resolve())
 
 
 @dataclass(eq=False, kw_only=True)

@@ -176,7 +176,7 @@ def test_a_heartbeat_says_how_long_a_step_has_been_going(monkeypatch: pytest.Mon
         def has_work(self) -> bool:
             return True
 
-        def step(self) -> list[Any]:
+        def run_step(self) -> list[Any]:
             assert leave.wait(PATIENCE)
             return []
 
