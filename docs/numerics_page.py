@@ -35,7 +35,8 @@ PROOF = (
         "`tests/csrc/test_numerics.py` runs every case of every op and the edges of each row (subnormal values, "
         "infinities, NaN, several blocks of K) at all levels of the machine. Levels of one class must be equal, levels "
         "of two classes must differ in some case, and each must be as near to the reference as its class allows. What "
-        "kernels report must be the classes of this page",
+        "kernels report must be the classes of this page. `tests/csrc/test_order_of_sums.py` compares the bits of "
+        "every level with models of `four_lanes` and `pairs_bf16` in NumPy",
     ),
     ("`neon`, `neonbf16`", "`make arm` repeats these cases in an emulator and compares the bits with those of x86"),
     ("chips, `invariant`", "the tests of `tests/cuda`, on the emulated GPU and on the chips that cuda.md names"),
