@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from fp8serve.fp8.numerics_classes import CHIPS, CLASSES, INVARIANT, LEVELS, REFERENCE, ROWS
+from fp8serve.fp8.numerics_classes import AMX, CHIPS, CLASSES, INVARIANT, LEVELS, REFERENCE, ROWS
 
 HEAD = """# Numerics classes
 
@@ -14,8 +14,9 @@ column of the machine and the processors with the same bits. [Numerics](numerics
 CPU = """## On a CPU
 
 The columns are the levels of the CPU library: `portable` runs everywhere, `avx2`, `avx512` and `avx512bf16` (with VBMI)
-on x86, `neon` and `neonbf16` on 64-bit ARM. Columns with the same classes are one. `reference` is plain PyTorch, which
-serves an op where there is no kernel.
+on x86, `neon` and `neonbf16` on 64-bit ARM. Columns with the same classes are one. `amx` has products on tiles of BF16;
+no machine with AMX has measured them, so they run only after `torch.ops.fp8serve.cpu_isa("amx")`. `reference` is plain
+PyTorch, which serves an op where there is no kernel.
 """
 ON_CPU = """`avx512bf16` differs in two ways. Attention of BF16 queries takes 64 keys at a time there and rounds its
 weights to BF16. And its products of BF16 take values and sums that are subnormal in FP32 (below 2^-126) as zero.
@@ -38,6 +39,11 @@ PROOF = (
         "kernels report must be the classes of this page. `tests/csrc/test_order_of_sums.py` compares the bits of "
         "every level with models of `four_lanes` and `pairs_bf16` in NumPy",
     ),
+    (
+        "`amx`",
+        "the same tests, with the instructions where the processor has them, and with what Intel's manual says that "
+        "they do (`emulated_amx`)",
+    ),
     ("`neon`, `neonbf16`", "`make arm` repeats these cases in an emulator and compares the bits with those of x86"),
     ("chips, `invariant`", "the tests of `tests/cuda`, on the emulated GPU and on the chips that cuda.md names"),
     ("this page", "`tests/test_site.py::test_the_page_of_numerics_classes_is_up_to_date`"),
@@ -58,7 +64,7 @@ def page() -> str:
             "The same bits on one machine; another may give others:\n",
             _table(("class", "what is exact, and the order of summation"), local),
             CPU,
-            _cells_table((*LEVELS, REFERENCE), ("ops",), [(_code(row.ops),) for row in ROWS]),
+            _cells_table((*LEVELS, AMX, REFERENCE), ("ops",), [(_code(row.ops),) for row in ROWS]),
             ON_CPU,
             GPU,
             _cells_table((*CHIPS, INVARIANT), ("what has run where",), [(row.evidence or "none",) for row in ROWS]),

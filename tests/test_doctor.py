@@ -49,7 +49,7 @@ def test_the_processors_with_the_same_bits_are_named_in_few_words() -> None:
     assert described["MXFP8"] == "every processor"
     assert described["FP8 x FP8, scales by block"] == "every CPU"
     assert described["BF16 x BF16"] == "every CPU, subnormals apart"
-    assert described["BF16 queries, BF16 keys"] == "avx512bf16"
+    assert described["BF16 queries, BF16 keys"] == "avx512bf16 amx"
     assert same_bits(by_format["BF16 x BF16"], "avx2") == [level for level in LEVELS if level != "avx512bf16"]
     assert same_bits(by_format["BF16 x BF16"], "sm_89") == ["sm_89"]
 

@@ -115,7 +115,7 @@ def _same_bits(row: dict[str, Any]) -> str:
     if set(columns) >= {*LEVELS, *CHIPS}:
         names = "every processor"
     else:
-        names = "every CPU" if set(columns) == set(LEVELS) else " ".join(columns)
+        names = "every CPU" if set(columns) >= set(LEVELS) else " ".join(columns)
     return names if columns == row["same_bits"] else f"{names}, subnormals apart"
 
 

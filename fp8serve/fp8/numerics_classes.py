@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 LEVELS = ("portable", "avx2", "avx512", "avx512bf16", "neon", "neonbf16")
 CHIPS = ("sm_89", "sm_90a", "sm_100f", "sm_120f")
+AMX = "amx"
+"""The level that no process runs unless `cpu_isa` names it, because no machine with AMX has measured it."""
 INVARIANT, REFERENCE = "invariant", "reference"
 FTZ = "_ftz"
 """The end of the names of classes that are as another class except where a value or a sum is subnormal in FP32."""
@@ -51,6 +53,12 @@ CLASSES = {
         1e-6,
     ),
     "four_lanes_ftz": NumericsClass(_WITHOUT_SUBNORMALS.format("four_lanes"), 1e-6),
+    "amx_tiles": NumericsClass(
+        "exact products; of each 32 of K one FP32 sum of the even and one of the odd, which are added to each other "
+        "and then to the sum of 1024 of K, or of 128 with block scales (`csrc/cpu/gemm_amx.cpp`); values and sums that "
+        "are subnormal in FP32 count as zero",
+        1e-6,
+    ),
     "pairs_bf16": NumericsClass(
         "exact products of BF16 values, one running FP32 sum, of each pair the odd one first "
         "(`csrc/cpu/pair_product.h`); attention's weights and their gradients are rounded to BF16",
@@ -105,8 +113,12 @@ class Row:
 
 
 def _cells(cpu: str, gpu: str, reference: str, **exceptions: str) -> dict[str, str]:
-    """Returns the cells of a row: one class on CPUs and one on GPUs, but for the columns in `exceptions`."""
-    return dict.fromkeys(LEVELS, cpu) | dict.fromkeys((*CHIPS, INVARIANT), gpu) | {REFERENCE: reference} | exceptions
+    """Returns the cells of a row: one class on CPUs and one on GPUs, but for the columns in `exceptions`.
+
+    A machine with AMX runs its kernels for AVX-512 BF16 where none is for AMX.
+    """
+    cells = dict.fromkeys((*LEVELS, AMX), cpu) | dict.fromkeys((*CHIPS, INVARIANT), gpu) | {REFERENCE: reference}
+    return cells | {AMX: exceptions.get("avx512bf16", cpu)} | exceptions
 
 
 _EXACT = _cells("exact", "exact", "exact")
@@ -117,14 +129,26 @@ _EXPERTS = "products of experts and their casts, on the project's own kernels"
 _ATTENTION = "paged attention; on Hopper's warpgroups"
 _SAMPLING = "sampling: temperature, top_k, top_p, min_p"
 
-_FP8_PRODUCT = _cells("four_lanes", "tensor_cores", "torch", sm_90a="tensor_cores_14bit", **{INVARIANT: "skinny_order"})
+_FP8_PRODUCT = _cells(
+    "four_lanes",
+    "tensor_cores",
+    "torch",
+    amx="amx_tiles",
+    sm_90a="tensor_cores_14bit",
+    invariant="skinny_order",
+)
 _FP8_EXPERTS = _FP8_PRODUCT | {INVARIANT: "refused"}
 # vdpbf16ps takes subnormal operands and sums as zero. Only BF16 values reach that range.
 _BF16_PRODUCT = _cells(
-    "four_lanes", "tensor_cores", "torch", avx512bf16="four_lanes_ftz", **{INVARIANT: "skinny_order"}
+    "four_lanes",
+    "tensor_cores",
+    "torch",
+    avx512bf16="four_lanes_ftz",
+    amx="amx_tiles",
+    invariant="skinny_order",
 )
 _BF16_WITHOUT_INVARIANT = _BF16_PRODUCT | {INVARIANT: "refused"}
-_MX_PRODUCT = _cells("four_lanes", "tensor_cores", "torch", **{INVARIANT: "refused"})
+_MX_PRODUCT = _cells("four_lanes", "tensor_cores", "torch", amx="amx_tiles", invariant="refused")
 _BF16_GRADIENT = _cells("pairs_bf16", "torch", "torch", avx512bf16="pairs_bf16_ftz")
 _BF16_ATTENTION = _cells("tiles16_fp32", "segments128_bf16", "torch_fp64", avx512bf16="tiles64_bf16")
 

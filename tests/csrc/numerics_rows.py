@@ -6,20 +6,25 @@ tests/csrc/test_numerics.py runs them at every level of this machine, tests/arm 
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.numerics_classes import ROWS, Row
-from fp8serve.fp8.ops import Case, cases
+from fp8serve.fp8.numerics_classes import AMX, ROWS, Row
+from fp8serve.fp8.ops import LEVELS, Case, cases, four_bit
 from fp8serve.fp8.ops.arithmetic import E8M0, FP8_MAX
 from fp8serve.fp8.ops.attention import prompt_case
 from fp8serve.fp8.ops.gemm import mm_case
 from fp8serve.fp8.ops.inputs import random_normal
+from tests.csrc.conftest import is_present
 
 BF16, (E4M3, E5M2) = torch.bfloat16, FP8_MAX
 PRODUCTS = ("scaled_mm", "scaled_mm_add", "packed_mm", "joined_mm", "mx_mm", "mm_4bit", "mm", "grouped_mm")
+PRESENT = {level: level for level in LEVELS if is_present(level)}
+"""The caps that this machine can run, and their columns in the table."""
+PRESENT |= {cap: AMX for cap in ("amx", "emulated_amx") if is_present(cap)}
 _ZERO = {
     "bias": lambda bias: None,
     "residual": lambda residual: None if residual is None else torch.zeros_like(residual),
@@ -76,8 +81,12 @@ def _further_cases(op: str) -> Iterator[Case]:
     if op == "mm":
         yield Case("K = 2100", partial(_long_bf16_case, 9, 33, 2100))
     if op in {"scaled_mm", "scaled_mm_add", "packed_mm"}:
-        first = max(cases(op), key=lambda case: case.make()[0].dtype != BF16 and case.make()[0].numel())
+        narrow = [case for case in cases(op) if case.make()[0].dtype != BF16]
+        first = max(narrow, key=lambda case: (case.make()[0].numel(), "float32" in case.name))
         yield Case(f"{first.name}, BF16 inputs", partial(_with_bf16_inputs, first))
+    if op == "mm_4bit":
+        for dtype in four_bit.BLOCK_OF:
+            yield Case(f"{dtype}, sums that cancel", partial(_cancelling_case, dtype))
     if op == "paged_attention":
         yield Case("BF16 over FP8", partial(prompt_case, E4M3, 4, 2, 16, [(90, 1), (70, 40)]))
         yield Case("BF16 over BF16", partial(prompt_case, BF16, 4, 2, 16, [(90, 1), (70, 40)]))
@@ -88,6 +97,18 @@ def _further_cases(op: str) -> Iterator[Case]:
 
 def _long_bf16_case(m: int, n: int, k: int) -> tuple[Any, ...]:
     return random_normal(m, k, BF16, 1), random_normal(n, k, BF16, 2), None, torch.float32
+
+
+def _cancelling_case(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Returns arguments of mm_4bit whose products with one weight row each nearly cancel, so that what remains shows
+    the roundings of the sum in BF16, too."""
+    codes, scales = four_bit.random_4bit(16, 1056, dtype, 3)
+    x, weight = random_normal(16, 1056, BF16), four_bit.widen(codes, scales)[0].double()
+    for row, column in product(range(16), range(4)):
+        x[row, column] = 0
+        weight_there = weight[row, column]
+        x[row, column] = -(x[row].double() @ weight[row]) / weight_there if weight_there else 0
+    return x, codes, scales, None if dtype == E8M0 else torch.tensor(1.0), None
 
 
 def _with_bf16_inputs(case: Case) -> tuple[Any, ...]:
