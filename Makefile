@@ -49,7 +49,7 @@ DOCS_REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb"
   print(*p["project"]["optional-dependencies"]["docs"], sep="\n")
 
 
-.PHONY: help setup weights options routes pictures console-pictures compatibility docs demo test test-changed test-all test-random test-wheel durations coverage lint format typecheck cuda arm arm-wheel gpu wheel lock clean
+.PHONY: help setup weights options routes numerics pictures console-pictures compatibility docs demo test test-changed test-all test-random test-wheel durations coverage lint format typecheck cuda arm arm-wheel gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -79,6 +79,10 @@ options: setup ## write docs/options.md, the tables of all options
 routes: setup ## write docs/routes.md, what every route takes and answers
 	$(BIN)/python -m docs.routes_page > docs/routes.md.new
 	mv docs/routes.md.new docs/routes.md
+
+numerics: setup ## write docs/numerics-classes.md, which kernels give the same bits on which processor
+	$(BIN)/python -m docs.numerics_page > docs/numerics-classes.md.new
+	mv docs/numerics-classes.md.new docs/numerics-classes.md
 
 pictures: setup ## draw the pictures of docs/concepts.md
 	$(BIN)/python -m benchmarks.studies.concepts docs/concepts

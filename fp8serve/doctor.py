@@ -52,6 +52,7 @@ def examine(
         "gpus": gpus,
         "kernels": kernels,
         "numerics": {op: kernel["numerics"] for op, kernel in ops.cpu_kernels().items()},
+        "numerics_classes": _numerics_classes(kernels, gpus),
         "cuda_kernels": ops.backends("cuda") if torch.cuda.device_count() else {},
         "cuda_library": library,
         "kernel_checks": checks,
@@ -64,6 +65,18 @@ def examine(
         "problems": _problems(disk) + gpu_problems + model_problems + (kernel_problems if check else []),
         "notes": gpu_notes + ([] if check else kernel_problems),
     }
+
+
+def _numerics_classes(kernels: dict[str, str], gpus: list[dict[str, Any]]) -> dict[str, list[dict[str, object]]]:
+    """Returns the numerics classes of this CPU and of each kind of GPU, by the name of the column in the table."""
+    from fp8serve.fp8 import ops
+    from fp8serve.fp8.numerics_classes import REFERENCE, chip_column, describe_column
+
+    level = ops.cpu_isa() or REFERENCE
+    reference_ops = {op for op, kernel in kernels.items() if kernel.startswith("reference")}
+    columns = {level: describe_column(level, reference_ops)}
+    columns |= {chip: describe_column(chip, set()) for chip in (chip_column(gpu["architecture"]) for gpu in gpus)}
+    return {name: list(rows) for name, rows in columns.items()}
 
 
 def kernel_checks(progress: Callable[[str], None] | None) -> tuple[list[dict[str, Any]], list[str]]:

@@ -11,8 +11,10 @@ import torch
 
 from fp8serve import doctor
 from fp8serve.cli import main
+from fp8serve.commands.doctor import _same_bits
 from fp8serve.fp8 import cuda_support, ops, selfcheck
 from fp8serve.fp8.cuda_support import Gpu
+from fp8serve.fp8.numerics_classes import LEVELS, REFERENCE, ROWS, describe_column, same_bits
 from fp8serve.fp8.ops import registry
 from fp8serve.model import device
 from tests.tiny import write_tiny_model
@@ -22,6 +24,34 @@ def test_kernels_are_those_of_ops(tmp_path: Path) -> None:
     report = doctor.examine(tmp_path)
     assert report["kernels"] == ops.backends()
     assert set(report["numerics"]) == {op for op, kernel in report["kernels"].items() if kernel.startswith("cpu")}
+
+
+def test_the_classes_are_those_of_the_level_in_force(tmp_path: Path) -> None:
+    level = ops.cpu_isa() or REFERENCE
+    (column, rows), *gpus = doctor.examine(tmp_path)["numerics_classes"].items()
+    assert (column, len(gpus)) == (level, min(torch.cuda.device_count(), 1))
+    assert [row["class"] for row in rows] == [row.cells[level] for row in ROWS]
+    gpu = doctor._numerics_classes(ops.backends(), [{"architecture": f"sm_{chip}"} for chip in (86, 90, 103, 121)])
+    assert list(gpu) == [level, "sm_89", "sm_90a", "sm_100f", "sm_120f"]
+
+
+def test_an_op_on_the_reference_has_the_class_of_the_reference() -> None:
+    kernels = dict.fromkeys(ops.OPS, "cpu kernel (avx2)") | {"mm": "reference; its cpu kernel is switched off"}
+    (rows,) = doctor._numerics_classes(kernels, []).values()
+    classes = {(row["operation"], row["format"]): row["class"] for row in rows}
+    assert classes["product", "BF16 x BF16"] == "torch"
+    assert classes["update of delayed scales", "FP32"] == "exact"
+
+
+def test_the_processors_with_the_same_bits_are_named_in_few_words() -> None:
+    by_format = {row.format: row for row in ROWS if row.operation in {"cast", "product", "attention"}}
+    described = {row["format"]: _same_bits(row) for row in describe_column("avx512bf16", set())}
+    assert described["MXFP8"] == "every processor"
+    assert described["FP8 x FP8, scales by block"] == "every CPU"
+    assert described["BF16 x BF16"] == "every CPU, subnormals apart"
+    assert described["BF16 queries, BF16 keys"] == "avx512bf16 amx"
+    assert same_bits(by_format["BF16 x BF16"], "avx2") == [level for level in LEVELS if level != "avx512bf16"]
+    assert same_bits(by_format["BF16 x BF16"], "sm_89") == ["sm_89"]
 
 
 def test_recipes_need_the_ops_of_their_linear_layers() -> None:
@@ -99,7 +129,7 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_text_shows_every_op_and_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", "--data-dir", str(tmp_path)]) == 0
     output = capsys.readouterr().out
-    for word in [*ops.OPS, *ops.recipe_ops(), "bf16", "memory", "disk"]:
+    for word in [*(row.format for row in ROWS), *ops.OPS, *ops.recipe_ops(), "bf16", "memory", "disk"]:
         assert word in output
 
 

@@ -14,8 +14,9 @@ import typer
 
 import fp8serve
 from benchmarks.studies import concepts
-from docs import routes_page
+from docs import numerics_page, routes_page
 from fp8serve.cli import app
+from fp8serve.fp8.numerics_classes import ROWS
 from fp8serve.fp8.ops.registry import OPS
 from fp8serve.model.config.families import FAMILIES
 
@@ -124,6 +125,20 @@ def test_commands_and_their_options_exist(page: Path, tmp_path: Path, monkeypatc
 
 def test_the_page_of_routes_is_up_to_date() -> None:
     assert routes_page.page() == (DOCS / "routes.md").read_text(), "run: make routes"
+
+
+def test_the_page_of_numerics_classes_is_up_to_date() -> None:
+    assert numerics_page.page() == (DOCS / "numerics-classes.md").read_text(), "run: make numerics"
+
+
+def test_kernels_for_gpus_name_a_row_of_what_has_run_where() -> None:
+    """A row whose classes on a GPU are all PyTorch's, or follow from no kernel, names none."""
+    table = (DOCS / GPU_STATUS).read_text().partition("## What has run where")[2].partition("\n## ")[0]
+    works = re.findall(r"^\| ([^|]+) \|", table, flags=re.M)
+    assert {row.evidence for row in ROWS} - {""} <= set(works)
+    for row in ROWS:
+        has_kernel = any("cuda" in OPS[op].kernel_devices for op in row.ops)
+        assert has_kernel <= bool(row.evidence), row
 
 
 def test_the_python_reference_names_everything_that_is_public() -> None:

@@ -3,8 +3,9 @@
 //
 // The cap is a test hook: it holds for the whole process, "best" lifts it, "" only asks. It is a level, which
 // is a name for a set of features, or several levels and features joined by "+". The level in force is the
-// highest one whose features are all in force. Neither op takes a tensor, so they are registered for no
-// device.
+// highest one whose features are all in force. "amx" and "emulated_amx" are in force only while a cap names
+// them, because no machine with AMX has measured their kernels. Neither op takes a tensor, so they are
+// registered for no device.
 #include "cpu/features.h"
 
 #include <torch/csrc/stable/library.h>
@@ -17,6 +18,11 @@
 
 #include "check.h"
 
+#if FP8_X86 && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if FP8_NEON && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -29,10 +35,12 @@ struct Named {
   std::string_view name;
   Features features;
 };
-constexpr std::array<Named, 6> kLevels{{{"portable", kPortable},
+constexpr std::array<Named, 8> kLevels{{{"portable", kPortable},
                                         {"avx2", kAvx2},
                                         {"avx512", kAvx512},
                                         {"avx512bf16", kAvx512Bf16},
+                                        {"amx", kAmx},
+                                        {"emulated_amx", kEmulatedAmx},
                                         {"neon", kNeon},
                                         {"neonbf16", kNeonBf16}}};
 constexpr std::array<Named, 6> kFlags{{{"fma", feature::fma},
@@ -63,6 +71,28 @@ Features detect() {
 #endif
 }
 
+// Whether the processor has tiles of BF16, and the system saves them and allows this process to use them.
+bool allows_amx() {
+#if FP8_X86 && defined(__linux__)
+  constexpr unsigned amx_bf16 = 1 << 22, amx_tile = 1 << 24, tile_state = 3 << 17;
+  constexpr long request_permission = 0x1023, tile_data = 18;  // of arch_prctl
+  unsigned a = 0, b = 0, c = 0, d = 0, saved = 0, high = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  if ((d & amx_bf16) == 0 || (d & amx_tile) == 0) return false;
+  asm volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+  return (saved & tile_state) == tile_state && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+
+// The features that only a cap puts in force.
+Features detect_optional() {
+  if ((detect() & kAvx512Bf16) != kAvx512Bf16) return 0;
+  static const bool amx = allows_amx();
+  return feature::emulated_amx | (amx ? feature::amx : 0);
+}
+
 std::atomic<Features> in_force{detect()};
 
 template <size_t N>
@@ -80,7 +110,7 @@ Features parse(const std::string& cap) {
     const auto level = find(kLevels, name), features = level ? level : find(kFlags, name);
     Contract("cpu_isa").require(
         features.has_value(), "cap", "is '", cap,
-        "', must be portable, avx2, avx512, avx512bf16, neon, neonbf16, one of these with features "
+        "', must be portable, avx2, avx512, avx512bf16, amx, neon, neonbf16, one of these with features "
         "such as +avx512vbmi, best, or empty to ask");
     all |= *features;
   }
@@ -91,7 +121,8 @@ std::string cpu_isa(std::string cap) {
   if (cap == "best") {
     in_force = detect();
   } else if (!cap.empty()) {
-    in_force = detect() & parse(cap);
+    const Features named = parse(cap);
+    in_force = (detect() | detect_optional()) & named;
   }
   std::string_view highest;
   for (const Named& level : kLevels) {
@@ -107,8 +138,8 @@ Reports& reports() {
 }
 
 const char* name_of(Numerics numerics) {
-  constexpr std::array<const char*, 7> names = {"exact",        "last_bit",     "sums_fp64", "four_lanes",
-                                                "tiles16_fp32", "tiles64_bf16", "pairs_bf16"};
+  constexpr std::array<const char*, 8> names = {"exact",        "last_bit",     "sums_fp64",  "four_lanes",
+                                                "tiles16_fp32", "tiles64_bf16", "pairs_bf16", "amx_tiles"};
   return names[static_cast<size_t>(numerics)];
 }
 

@@ -31,6 +31,10 @@
   __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi" FP8_WIDE)))
 #define FP8_TARGET_AVX512BF16 \
   __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16" FP8_WIDE)))
+#define FP8_TARGET_AMX                                                                 \
+  __attribute__((                                                                      \
+      target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16," \
+             "amx-tile,amx-bf16" FP8_WIDE)))
 #else
 #define FP8_X86 0
 #endif
@@ -47,7 +51,9 @@ namespace fp8serve {
 using Features = uint32_t;  // a set of flags
 namespace feature {
 constexpr Features avx2 = 1 << 0, fma = 1 << 1, avx512f = 1 << 2, avx512bw = 1 << 3, avx512dq = 1 << 4,
-                   avx512vl = 1 << 5, avx512vbmi = 1 << 6, avx512bf16 = 1 << 7, neon = 1 << 8, bf16 = 1 << 9;
+                   avx512vl = 1 << 5, avx512vbmi = 1 << 6, avx512bf16 = 1 << 7, neon = 1 << 8, bf16 = 1 << 9,
+                   amx = 1 << 10,  // tiles of BF16, which the system allows this process
+    emulated_amx = 1 << 11;
 }  // namespace feature
 
 // The features that code under each of the macros needs. Every processor with AVX2 has F16C.
@@ -57,6 +63,9 @@ constexpr Features kAvx512 =
     kAvx2 | feature::avx512f | feature::avx512bw | feature::avx512dq | feature::avx512vl;
 constexpr Features kAvx512Vbmi = kAvx512 | feature::avx512vbmi;
 constexpr Features kAvx512Bf16 = kAvx512Vbmi | feature::avx512bf16;
+// Not in force unless a cap names them (features.cpp).
+constexpr Features kAmx = kAvx512Bf16 | feature::amx;
+constexpr Features kEmulatedAmx = kAvx512Bf16 | feature::emulated_amx;
 constexpr Features kNeon = feature::neon;  // which every 64-bit ARM processor has
 constexpr Features kNeonBf16 = kNeon | feature::bf16;
 
@@ -65,7 +74,16 @@ inline bool has(Features needed) { return (features() & needed) == needed; }
 
 // The order of a kernel's sums and their accuracy: docs/numerics.md describes each class, and tests check
 // that a variant follows its class. Variants of one class give the same bits.
-enum class Numerics { exact, last_bit, sums_fp64, four_lanes, tiles16_fp32, tiles64_bf16, pairs_bf16 };
+enum class Numerics {
+  exact,
+  last_bit,
+  sums_fp64,
+  four_lanes,
+  tiles16_fp32,
+  tiles64_bf16,
+  pairs_bf16,
+  amx_tiles
+};
 
 struct Variant {
   const char* name;

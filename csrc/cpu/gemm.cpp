@@ -127,7 +127,7 @@ Tensor mx_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tens
 }
 
 // Whether the GEMM reads packed weights as they are, instead of unpacking them first.
-bool reads_packed() { return best_level().stream_packed != nullptr; }
+bool reads_packed() { return best_level().unpack_packed != nullptr; }
 
 }  // namespace
 }  // namespace gemm

@@ -10,7 +10,7 @@
 //  * With block scales each 128 of K has its own lanes, which are promoted to lanes of the whole block by
 //    total += lane * scale, rounded twice.
 // Every variant of the numerics class `four_lanes` does exactly this, so all of them give the same bits,
-// and a request's output does not depend on the rest of its batch.
+// and a request's output does not depend on the rest of its batch. gemm_amx.cpp adds in another order.
 //
 // Why four lanes: a 512-bit register holds them for four columns, so that six shuffles and three additions
 // finish 16 outputs. Sixteen lanes of one column were tried first: thirty and fifteen, 27 % of the time at
@@ -38,6 +38,7 @@ constexpr int64_t kMxBlock = 32;
 constexpr int64_t kGroup = 16;     // columns of a tile
 constexpr int64_t kMaxRows = 6;    // rows of a tile that reads a panel ...
 constexpr int64_t kMaxStream = 8;  // ... and of one that reads the weights
+constexpr int64_t kMostRows = 64;  // of any level's tile
 
 // The element type of a matrix. NVFP4 and MXFP4 are E2M1 codes of 4 bits (gemm_4bit.h), for `b` alone.
 enum class Kind { e4m3, e5m2, bf16, nvfp4, mxfp4 };
@@ -102,6 +103,7 @@ struct Level {
   void (*unpack_4bit)(const void* block, const uint8_t* distances, int64_t begin, int64_t end, Kind kind,
                       void* panel) = nullptr;
   int64_t rows_4bit = 0;
+  int64_t tile_rows = kMaxRows;  // rows of tile(), at most
 };
 
 const Level& portable();
@@ -109,7 +111,10 @@ const Level& portable();
 const Level& avx2();
 const Level& avx512();
 const Level& avx512bf16();
-inline constexpr std::array kLevels = {&avx512bf16, &avx512, &avx2, &portable};  // best first
+const Level& amx();
+const Level& emulated_amx();
+inline constexpr std::array kLevels = {&emulated_amx, &amx,  &avx512bf16,
+                                       &avx512,       &avx2, &portable};  // best first
 #elif FP8_NEON
 const Level& neon();
 const Level& neonbf16();

@@ -9,7 +9,7 @@
 namespace fp8serve::gemm {
 
 Columns::Columns(const Problem& problem, const Level& level)
-    : p_(problem), level_(level), reads_packed_(problem.b.packed && level.stream_packed != nullptr) {
+    : p_(problem), level_(level), reads_packed_(problem.b.packed && level.unpack_packed != nullptr) {
   thread_local Scratch rows, codes, shifts;
   const bool mx = p_.b.mx_codes != nullptr && !has_4_bits(p_.b.kind);
   if (!reads_packed_ && (p_.b.panel_kind() != p_.b.kind || p_.b.packed))

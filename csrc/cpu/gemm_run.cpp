@@ -67,8 +67,8 @@ class Pieces {
 // The scales of each 128 of a tile's K, see Tile.
 struct InnerScales {
   static constexpr int64_t kMaxScales = kBlock / kScaleBlock;
-  const float* rows[std::max(kMaxRows, kMaxStream)];
-  float products[std::max(kMaxRows, kMaxStream)][kMaxScales], columns[kMaxScales * kGroup];
+  const float* rows[kMostRows];
+  float products[kMostRows][kMaxScales], columns[kMaxScales * kGroup];
 };
 
 // The outer one of a task's two loops. It is the loop over columns if all of K stays in the cache: each
@@ -125,7 +125,7 @@ class Task {
       epilogue = epilogue_of(at.n, b_outer, bias);
       tile.epilogue = &epilogue;
     }
-    const int64_t max_rows = streams_ ? rows_per_stream() : kMaxRows,
+    const int64_t max_rows = streams_ ? rows_per_stream() : level_.tile_rows,
                   tiles = (rows_ + max_rows - 1) / max_rows;
     const BlockIndex next = after(at), later = after(next);
     Pieces unpacking(within(next) ? p_.k_count(next.kb) : 0, columns_.piece(), tiles);
@@ -264,9 +264,9 @@ Panel unpack_rows(const Problem& p, const Level& level, int64_t m0, int64_t m1) 
 }
 
 // Returns the size of equal shares of `count` rows: whole tiles, and not much above `max_rows`.
-int64_t share(int64_t count, int64_t max_rows) {
+int64_t share(int64_t count, int64_t max_rows, const Level& level) {
   const int64_t shares = (count + max_rows - 1) / max_rows;
-  return ceil_to((count + shares - 1) / shares, kMaxRows);
+  return ceil_to((count + shares - 1) / shares, level.tile_rows);
 }
 
 // The rows m0 to m1 of the group, for each problem that has some of them.
@@ -290,13 +290,13 @@ int64_t columns_per_task(const Problem& p, int64_t row_tasks, int64_t columns) {
 }
 
 // Cuts the pieces into tasks; returns their number.
-int64_t cut(std::vector<Piece>& all) {
+int64_t cut(std::vector<Piece>& all, const Level& level) {
   int64_t row_tasks = 0, tasks = 0;
   for (Piece& piece : all) {
     const int64_t rows = piece.m1 - piece.m0,
                   bytes = rows * piece.panel.row_bytes * piece.problem->k_blocks();
     piece.few = rows <= kMaxRows || bytes <= kResident;
-    piece.rows = piece.few ? rows : share(rows, kRowsPerTask);
+    piece.rows = piece.few ? rows : share(rows, kRowsPerTask, level);
     row_tasks += piece.row_tasks();
   }
   for (Piece& piece : all) {
@@ -322,7 +322,7 @@ void run_rows(const Group& group, const Level& level, int64_t m0, int64_t m1) {
       Task(*p.problem, level, p.panel, OuterLoop::columns, p.m0, p.m1, 0, shape.n).run();
     return;
   }
-  parallel_tasks(cut(all), [&](int64_t task) {
+  parallel_tasks(cut(all, level), [&](int64_t task) {
     const auto is_before = [](int64_t index, const Piece& piece) { return index < piece.first; };
     const Piece& piece = *(std::upper_bound(all.begin(), all.end(), task, is_before) - 1);
     piece.run(level, task - piece.first);
@@ -343,7 +343,7 @@ void run(const Problem* problems, int64_t count) {
   const Level& building_blocks = best_level();
   const int64_t row_bytes =
       std::max<int64_t>(shape.k_blocks() * shape.stride() * building_blocks.element_size, 1);
-  const int64_t rows = share(group.rows, std::max(kRowsPerTask, kPanel / row_bytes));
+  const int64_t rows = share(group.rows, std::max(kRowsPerTask, kPanel / row_bytes), building_blocks);
   for (int64_t m = 0; m < group.rows; m += rows)
     run_rows(group, building_blocks, m, std::min(group.rows, m + rows));
 }

@@ -1,9 +1,9 @@
 """Show what this machine has and how fp8serve runs on it.
 
-Shows the device, the instruction set, the kernel of each operation, and the recipes that run natively. With MODEL it
-also shows whether fp8serve's own layers or transformers' class compute the model, on which device it would be served,
-and how many sequences and tokens an engine would put in a step there. The exit status is 1 if fp8serve cannot work on
-this machine.
+Shows the device, the instruction set, the kernel of each operation, the processors that give the same bits, and the
+recipes that run natively. With MODEL it also shows whether fp8serve's own layers or transformers' class compute the
+model, on which device it would be served, and how many sequences and tokens an engine would put in a step there. The
+exit status is 1 if fp8serve cannot work on this machine.
 
 --check compares every kernel with the PyTorch reference in about thirty small cases, on every GPU and on the CPU with
 each of its instruction sets. The kernels run in a child process with time limits. A kernel with a wrong result is
@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fp8serve.fp8.numerics_classes import CHIPS, LEVELS
 from fp8serve.terminal import AsJson, format_bytes, print_json, print_table
 
 
@@ -83,12 +84,14 @@ def _print(report: dict[str, Any]) -> None:
         if serving["invariant"] is not None:
             print(f"         with --invariant: {serving['invariant']}")
     print()
-    numerics = report["numerics"]
-    rows = [(op, kernel, numerics.get(op, "")) for op, kernel in sorted(report["kernels"].items())]
-    print_table(("operation", "kernel", "numerics class"), rows)
+    print_table(("operation", "kernel"), sorted(report["kernels"].items()))
     if report["cuda_kernels"]:
         print()
         print_table(("operation on a GPU", "kernel"), sorted(report["cuda_kernels"].items()))
+    for processor, classes in report["numerics_classes"].items():
+        print()
+        rows = [(c["operation"], c["format"], c["class"], _same_bits(c)) for c in classes]
+        print_table(("operation", "format", f"numerics class ({processor})", "same bits on"), rows)
     print()
     print_table(("recipe", "runs", "reason"), [(name, r["runs"], r["why"]) for name, r in report["recipes"].items()])
     switched_off = [
@@ -104,6 +107,16 @@ def _print(report: dict[str, Any]) -> None:
         print(f"\nnote: {note}")
     for problem in report["problems"]:
         print(f"\nproblem: {problem}")
+
+
+def _same_bits(row: dict[str, Any]) -> str:
+    """Returns the columns of the table of numerics classes that have the bits of a row, in few words."""
+    columns = row["same_bits_without_subnormals"]
+    if set(columns) >= {*LEVELS, *CHIPS}:
+        names = "every processor"
+    else:
+        names = "every CPU" if set(columns) >= set(LEVELS) else " ".join(columns)
+    return names if columns == row["same_bits"] else f"{names}, subnormals apart"
 
 
 def _limits(serving: dict[str, Any]) -> str:

@@ -2,9 +2,9 @@
 
     python -m tests.arm.record FILE
 
-The record has the schemas of the ops, then the cases of fp8/ops, each with its op, its name, its numerics class, its
-arguments and what the best kernel of this machine with that class computed. The class is the one of the portable
-kernel, which every processor has. All numbers are little-endian.
+The record has the schemas of the ops, then the cases of fp8/ops and the edges of tests/csrc/numerics_rows.py, each with
+its op, its name, its numerics class, its arguments and what the best level of this machine with that class computed.
+The class is the one of the portable kernel, which every processor has. All numbers are little-endian.
 """
 
 import struct
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8serve.fp8 import ops
 from fp8serve.fp8.ops import LEVELS, cases
+from tests.csrc.numerics_rows import edge_cases, row_of
 
 CODES = {  # of torch's ScalarType
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
@@ -72,18 +73,15 @@ def encode_case(op: str, name: str, numerics: str, arguments: tuple[Any, ...]) -
 
 def main(path: Path) -> None:
     names = sorted(ops.compiled_for("cpu"))
-    kernels = {}
-    for level in LEVELS:
-        torch.ops.fp8serve.cpu_isa(level)
-        kernels[level] = ops.cpu_kernels()
-    classes = {op: kernels["portable"][op]["numerics"] for op in names}
+    present = [level for level in LEVELS if torch.ops.fp8serve.cpu_isa(level) == level]
     schemas = [str(getattr(torch.ops.fp8serve, op).default._schema).removeprefix("fp8serve::") for op in names]
     schemas += ["cpu_isa(str cap) -> str", "cpu_kernels() -> str"]
     records = []
-    for op in names:
-        level = [level for level in LEVELS if kernels[level][op]["numerics"] == classes[op]][-1]
+    for op, case in [(name, case) for name in names for case in [*cases(name), *edge_cases(name)]]:
+        cells = row_of(op, case.make()).cells
+        level = [level for level in present if cells[level] == cells["portable"]][-1]
         torch.ops.fp8serve.cpu_isa(level)
-        records += [encode_case(op, case.name, classes[op], case.make()) for case in cases(op)]
+        records.append(encode_case(op, case.name, cells["portable"], case.make()))
     content = [struct.pack("<I", len(schemas)), *map(encode_text, schemas), struct.pack("<I", len(records)), *records]
     path.write_bytes(b"".join(content))
     torch.ops.fp8serve.cpu_isa("best")

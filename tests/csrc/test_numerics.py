@@ -1,8 +1,7 @@
-"""Which variant of a kernel runs, by the features in force, and that it keeps what its numerics class promises."""
+"""Which variant of a kernel runs, by the features in force, and that it is as the table of numerics classes says."""
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -10,15 +9,13 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8 import ops
+from fp8serve.fp8.numerics_classes import CLASSES, FTZ, ROWS
 from fp8serve.fp8.ops import LEVELS, cases, reference
+from fp8serve.fp8.ops.inputs import random_normal
 from tests.csrc.helpers import assert_bits_equal, assert_fp8_equal
+from tests.csrc.numerics_rows import PRESENT, edge_cases, row_of
 
-PAGE = Path(__file__).parents[2] / "docs/numerics.md"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# How far a class may be from the reference, of the norm of a result and beside its rounding to its dtype.
-ALLOWED = {"exact": 0.0, "sums_fp64": 0.0, "last_bit": 1e-6, "four_lanes": 1e-6, "tiles16_fp32": 1e-5}
-ALLOWED["tiles64_bf16"] = ALLOWED["pairs_bf16"] = 2.0**-8
-NUMERICS = sorted({kernel["numerics"] for kernel in ops.cpu_kernels().values()})
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +46,17 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
         assert torch.equal(actual, expected)
 
 
+def is_same(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    try:
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+    except AssertionError:
+        return False
+    return True
+
+
 def assert_near(actual: Tensor, expected: Tensor, allowed: float) -> None:
-    if not actual.is_floating_point():
+    if not actual.is_floating_point() or allowed == 0:
         return assert_same(actual, expected)
     exact, value = expected.double().nan_to_num(), actual.double().nan_to_num()
     relative = allowed + torch.finfo(actual.dtype).eps
@@ -62,30 +68,53 @@ def test_every_op_with_a_kernel_says_which_variant_it_runs() -> None:
     assert set(ops.cpu_kernels()) == ops.compiled_for("cpu")
 
 
+def test_every_op_with_a_kernel_is_in_the_table() -> None:
+    assert {op for row in ROWS for op in row.ops} == ops.compiled_for("cpu")
+    assert len({(row.operation, row.format) for row in ROWS}) == len(ROWS)
+    assert all(row.cells["neon"] == row.cells["neonbf16"] == row.cells["portable"] for row in ROWS)  # as in tests/arm
+    assert {numerics for row in ROWS for numerics in row.cells.values()} == set(CLASSES)
+
+
+@pytest.mark.parametrize("level", PRESENT)
+def test_kernels_report_the_classes_of_the_table(level: str) -> None:
+    """A kernel reports a class for each op, without the distinctions between formats."""
+    for op, kernel in capped(level).items():
+        assert kernel["numerics"] in {row.cells[PRESENT[level]].removesuffix(FTZ) for row in ROWS if op in row.ops}
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("op", sorted(ops.compiled_for("cpu")))
-def test_a_variant_keeps_what_its_class_promises(op: str) -> None:
-    """Variants of one class give the same bits; each is as near to the reference as its class allows."""
-    at = {cap: capped(cap)[op] for cap in LEVELS}
-    for case in cases(op):
+def test_levels_of_one_class_give_the_same_bits_and_others_do_not(op: str) -> None:
+    """On every case of the op and the edges of its rows. Each level is as near to the reference as its class allows."""
+    rows, different = set(), set()
+    for case in [*cases(op), *edge_cases(op)]:
+        row = row_of(op, case.make())
+        rows.add(row)
         expected = run_op(op, reference, case.make())
         first: dict[str, list[Tensor]] = {}
-        for cap, kernel in at.items():
+        for cap, column in PRESENT.items():
             torch.ops.fp8serve.cpu_isa(cap)
-            outputs = run_op(op, torch.ops.fp8serve, case.make())
-            for one, same in zip(outputs, first.setdefault(kernel["numerics"], outputs), strict=True):
+            outputs, numerics = run_op(op, torch.ops.fp8serve, case.make()), row.cells[column]
+            for one, same in zip(outputs, first.setdefault(numerics, outputs), strict=True):
                 assert_same(one, same)
+            different |= {(row, frozenset({numerics, c})) for c, other in first.items() if not is_same(outputs, other)}
             for one, other in zip(outputs, expected, strict=True):
-                if ALLOWED[kernel["numerics"]]:
-                    assert_near(one, other, ALLOWED[kernel["numerics"]])
-                else:
-                    assert_same(one, other)
+                assert_near(one, other, CLASSES[numerics].error or 0.0)
+    assert rows == {row for row in ROWS if op in row.ops}
+    classes = {row: sorted({row.cells[column] for column in PRESENT.values()}) for row in rows}
+    assert different == {(row, frozenset(pair)) for row in rows for pair in combinations(classes[row], 2)}
 
 
-def test_the_page_describes_every_class() -> None:
-    described = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
-    assert set(described) >= {*NUMERICS}
-    assert set(ALLOWED) <= set(described)
+@pytest.mark.skipif("avx2" not in PRESENT, reason="this machine has no avx2")
+def test_products_below_the_normal_range_have_no_promise() -> None:
+    """The page excludes products of BF16 values below 2^-126: `portable` rounds them before it adds."""
+    a, b = (random_normal(rows, 64, torch.bfloat16, rows) * 2.0**-65 for rows in (9, 33))
+    results = []
+    for level in ("portable", "avx2"):
+        torch.ops.fp8serve.cpu_isa(level)
+        results.append([torch.ops.fp8serve.mm(x, y, None, torch.float32) for x, y in ((a, b), (a, b * 2.0**60))])
+    assert not is_same(results[0][:1], results[1][:1])
+    assert is_same(results[0][1:], results[1][1:])
 
 
 def test_a_kernel_runs_wherever_its_own_features_are() -> None:

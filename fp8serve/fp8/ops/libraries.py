@@ -20,7 +20,8 @@ LEVELS = ("portable", "neon", "neonbf16") if ON_ARM else ("portable", "avx2", "a
 """Names of sets of processor features, each a subset of the next."""
 
 # Returns the level of the CPU library after limiting it to `cap`: one of LEVELS, alone or with single features as in
-# "avx512+avx512vbmi", or "best" for no limit. "" does not change the limit.
+# "avx512+avx512vbmi", or "best" for no limit. "" does not change the limit. "amx" also switches on products for AMX,
+# and "emulated_amx" the same with emulated instructions, for tests; "best" includes neither.
 declare("cpu_isa(str cap) -> str")
 declare("cpu_kernels() -> str")  # JSON: {op: {"variant": ..., "numerics": ...}}
 declare("reads_packed() -> bool")  # whether packed_mm reads packed weights directly instead of unpacking them
