@@ -275,6 +275,8 @@ class Checkpoint(Mapping[str, Tensor]):
         if (second is None) is not spec.is_mx:
             problem = "lacks weight_global_scale" if second is None else f"has {second}, which MXFP4 does not have"
             raise ModelError(f"{self.path}: {name} is in {spec.name} and {problem}; write the model again.")
+        if not matrix.is_embedding:
+            matrix = replace(matrix, input_spec=scheme.input_spec)
         if second is None:
             return matrix
         scale = interop.to_global_scale(second, self.shards[second], self.shards.entries[second].note)
