@@ -136,6 +136,27 @@ struct RoundRow {
   }
 };
 
+struct RowAmax {
+  template <class T>
+  static FP8_INLINE void run(const T* x, int64_t n, float* amax) {
+    *amax = amax_row(x, n);
+  }
+};
+
+template <class T>
+float row_amax(const T* x, int64_t n) {
+  float amax;
+  dispatch<RowAmax>(x, n, &amax);
+  return amax;
+}
+
+template <class T>
+float amax_of(const T* x, int64_t rows, int64_t cols) {
+  SharedAmax amax;
+  parallel_rows(rows, cols, [&](int64_t r) { amax.raise(row_amax(x + r * cols, cols)); });
+  return amax.value();
+}
+
 Seed seed_of(const Contract& check, const std::optional<Tensor>& seed, int64_t stream) {
   if (!seed) return {false, {0, 0}, 0};
   check.cpu("seed", *seed);
@@ -145,7 +166,7 @@ Seed seed_of(const Contract& check, const std::optional<Tensor>& seed, int64_t s
       true, {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)}, static_cast<uint32_t>(stream)};
 }
 
-std::tuple<Tensor, Tensor> cast_nvfp4(const Tensor& x_in, const std::optional<Tensor>& largest,
+std::tuple<Tensor, Tensor> cast_nvfp4(const Tensor& x_in, const std::optional<Tensor>& largest, bool by_row,
                                       int64_t block_rows, const std::optional<Tensor>& seed_in,
                                       int64_t stream) {
   const Contract check("cast_nvfp4");
@@ -162,16 +183,17 @@ std::tuple<Tensor, Tensor> cast_nvfp4(const Tensor& x_in, const std::optional<Te
   const int64_t rows = x.size(0), cols = x.size(1), blocks = (cols + kNvBlock - 1) / kNvBlock;
   const int64_t width = blocks * kNvBlock;  // random bits are drawn for whole blocks
   Tensor q = empty({rows, cols}, ScalarType::BFloat16);
-  Tensor scale_inv = largest ? empty({}, ScalarType::Float) : empty({rows, 1}, ScalarType::Float);
+  Tensor scale_inv = by_row ? empty({rows, 1}, ScalarType::Float) : empty({}, ScalarType::Float);
   const auto inverse_of_amax = [](float amax) {
     return std::bit_cast<int32_t>(amax) >= kInfinity ? std::bit_cast<float>(0x7fc00000)
                                                      : 1.0f / tensor_scale(amax);
   };
-  const float shared_amax = largest ? *data<const float>(*largest) : 0.0f;
-  if (largest) *data<float>(scale_inv) = inverse_of_amax(shared_amax);
   with_element(x.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
     const auto* in = data<const T>(x);
+    const float shared_amax =
+        largest ? *data<const float>(*largest) : (by_row ? 0.0f : amax_of(in, rows, cols));
+    if (!by_row) *data<float>(scale_inv) = inverse_of_amax(shared_amax);
     parallel_rows((rows + block_rows - 1) / block_rows, cols * block_rows, [&](int64_t group) {
       thread_local Scratch amaxes, floats, random;
       auto* block_amaxes = amaxes.get<int32_t>(blocks + 1);
@@ -181,9 +203,9 @@ std::tuple<Tensor, Tensor> cast_nvfp4(const Tensor& x_in, const std::optional<Te
       for (int64_t r = begin; r < end; ++r) dispatch<BlockAmaxes>(in + r * cols, cols, block_amaxes);
       const uint32_t* words = nullptr;
       for (int64_t r = begin; r < end; ++r) {
-        if (r == begin || !largest) {
-          const float amax = largest ? shared_amax : amax_row(in + r * cols, cols);
-          if (!largest) data<float>(scale_inv)[r] = inverse_of_amax(amax);
+        if (r == begin || by_row) {
+          const float amax = by_row ? row_amax(in + r * cols, cols) : shared_amax;
+          if (by_row) data<float>(scale_inv)[r] = inverse_of_amax(amax);
           dispatch<BlockScales>(static_cast<const int32_t*>(block_amaxes), blocks, tensor_scale(amax), scales,
                                 scales + blocks);
         }
@@ -203,25 +225,41 @@ std::tuple<Tensor, Tensor> cast_nvfp4(const Tensor& x_in, const std::optional<Te
   return {q, scale_inv};
 }
 
-// 16 values times the signs of Transformer Engine's transform, Hadamard's matrix in Sylvester's order, and
-// 1/4.
-struct RotateRow {
+// Up to 16 rows times the signs of Transformer Engine's transform, Hadamard's matrix in Sylvester's order,
+// and 1/4: a butterfly over rows, 16 columns at a time.
+struct RotateRows {
   template <class T>
-  static FP8_INLINE void run(const T* x, int64_t n, uint16_t* out) {
+  static FP8_INLINE void run(const T* x, int64_t rows, int64_t cols, uint16_t* out) {
+    int64_t begin = 0;
+    for (; begin + kNvBlock <= cols; begin += kNvBlock) rotate(x + begin, rows, cols, kNvBlock, out + begin);
+    if (begin < cols) rotate(x + begin, rows, cols, cols - begin, out + begin);
+  }
+
+  template <class T>
+  static FP8_INLINE void rotate(const T* x, int64_t rows, int64_t stride, int64_t lanes, uint16_t* out) {
     constexpr float signs[kNvBlock] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
-    for (int64_t begin = 0; begin < n; begin += kNvBlock) {
-      float v[kNvBlock], w[kNvBlock];
-      for (int64_t i = 0; i < kNvBlock; ++i)
-        v[i] = begin + i < n ? load(x[begin + i]) * signs[i] : 0.0f * signs[i];
-      for (int stride = 1; stride < kNvBlock; stride *= 2) {
-        for (int i = 0; i < kNvBlock; ++i)
-          w[i] = (i & stride) != 0 ? v[i - stride] - v[i] : v[i] + v[i + stride];
-        std::memcpy(v, w, sizeof v);
+    float v[kNvBlock][kNvBlock] = {};
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < lanes; ++c) v[r][c] = load(x[r * stride + c]);
+    }
+    for (int r = 0; r < kNvBlock; ++r) {
+      for (int c = 0; c < kNvBlock; ++c) v[r][c] *= signs[r];
+    }
+    for (int step = 1; step < kNvBlock; step *= 2) {
+      for (int r = 0; r < kNvBlock; ++r) {
+        if ((r & step) != 0) continue;
+        for (int c = 0; c < kNvBlock; ++c) {
+          const float first = v[r][c], second = v[r + step][c];
+          v[r][c] = first + second;
+          v[r + step][c] = first - second;
+        }
       }
-      for (int i = 0; i < kNvBlock; ++i) {
+    }
+    for (int r = 0; r < kNvBlock; ++r) {
+      for (int64_t c = 0; c < lanes; ++c) {
         BF16 value;
-        store(v[i] * 0.25f, &value);
-        out[begin + i] = value.bits;
+        store(v[r][c] * 0.25f, &value);
+        out[r * stride + c] = value.bits;
       }
     }
   }
@@ -233,12 +271,13 @@ Tensor rotate(const Tensor& x_in) {
   check.rank("x", x_in, 2);
   check.dtype("x", x_in, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half});
   const Tensor x = dense(x_in);
-  const int64_t rows = x.size(0), cols = x.size(1), width = (cols + kNvBlock - 1) / kNvBlock * kNvBlock;
-  Tensor out = empty({rows, width}, ScalarType::BFloat16);
+  const int64_t rows = x.size(0), cols = x.size(1), groups = (rows + kNvBlock - 1) / kNvBlock;
+  Tensor out = empty({groups * kNvBlock, cols}, ScalarType::BFloat16);
   with_element(x.scalar_type(), [&](auto element) {
     const auto* in = data<const typename decltype(element)::type>(x);
-    parallel_rows(rows, cols, [&](int64_t r) {
-      dispatch<RotateRow>(in + r * cols, cols, data<uint16_t>(out) + r * width);
+    parallel_rows(groups, kNvBlock * cols, [&](int64_t group) {
+      const int64_t begin = group * kNvBlock, count = std::min(kNvBlock, rows - begin);
+      dispatch<RotateRows>(in + begin * cols, count, cols, data<uint16_t>(out) + begin * cols);
     });
   });
   return out;

@@ -168,14 +168,13 @@ def cast_nvfp4(
     `seed`, int64 [], is that of the random numbers if the cast rounds stochastically. Without one it rounds to nearest.
     """
     if columnwise:
-        x = _contiguous_transpose(x)
-        x = _rotate(x) if spec.rotated else x
+        x = _contiguous_transpose(_rotate(x) if spec.rotated else x)
+    by_row = spec.row_scaled and not columnwise  # the columns of x have one scale, as in Transformer Engine
     largest = None
-    if columnwise or not spec.row_scaled:  # the columns of x have one scale, as in Transformer Engine
+    if shard_group is not None and not by_row:
         largest = arithmetic.fast_amax(x)
-        if shard_group is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard_group)
-    return Quantized(*_cast_nvfp4(x, largest, spec.block[0], seed, int(columnwise)))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard_group)
+    return Quantized(*_cast_nvfp4(x, largest, by_row, spec.block[0], seed, int(columnwise)))
 
 
 def draw_seed() -> Tensor:

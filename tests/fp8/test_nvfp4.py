@@ -116,9 +116,7 @@ def test_the_cast_has_the_bits_of_the_model(by_row: bool, rows: int, seed: int |
     for shape, dtype in (((37, 80), torch.float32), ((18, 21), torch.bfloat16)):
         x = (noise(*shape) * size).to(dtype)
         x[3] = 0
-        values, scale_inv = OP.cast_nvfp4(
-            x, None if by_row else x.float().abs().max(), rows, None if seed is None else torch.tensor(seed), 1
-        )
+        values, scale_inv = OP.cast_nvfp4(x, None, by_row, rows, None if seed is None else torch.tensor(seed), 1)
         expected, decode = model(x.float().numpy(), by_row, rows, seed, 1)
         assert np.array_equal(values.float().numpy(), expected)
         assert np.array_equal(np.signbit(values.float().numpy()), np.signbit(expected))
@@ -139,7 +137,7 @@ def test_no_number_of_threads_changes_a_bit() -> None:
     results = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        results.append(OP.cast_nvfp4(x, x.abs().max(), 1, seed, 0)[0])
+        results.append(OP.cast_nvfp4(x, None, False, 1, seed, 0)[0])
     torch.set_num_threads(threads)
     assert all(torch.equal(results[0], other) for other in results)
 
@@ -158,7 +156,7 @@ def test_stochastic_rounding_has_the_mean_of_its_element(level: str) -> None:
     row = torch.cat([torch.tensor([6.0]), torch.linspace(-5.9, 5.9, 14), torch.tensor([0.0])])
     codes = torch.tensor([*GRID, *(-GRID)])
     x = torch.stack([row, codes])
-    casts = [OP.cast_nvfp4(x, torch.tensor(6.0), 1, torch.tensor(seed), 0) for seed in range(4000)]
+    casts = [OP.cast_nvfp4(x, torch.tensor(6.0), False, 1, torch.tensor(seed), 0) for seed in range(4000)]
     values = torch.stack([q.double() * scale_inv.double() for q, scale_inv in casts])
     assert (values[:, 1] - codes).abs().max() < 1e-6  # 6 x 448 times the FP32 reciprocal of 448
     gap = torch.where(row.abs() < 2, 0.5, torch.where(row.abs() < 4, 1.0, 2.0))
@@ -173,7 +171,7 @@ def test_the_probability_is_the_distance_from_the_code_below(low: int, level: st
     for fraction in (0.0, 2.0**-20, 0.25, 0.5, 0.75, 1 - 2.0**-20):
         x = torch.full((512, 64), a + (b - a) * fraction)
         x[:, ::16] = 6.0
-        values = OP.cast_nvfp4(x, torch.tensor(6.0), 1, torch.tensor(3), 0)[0].float() / 448
+        values = OP.cast_nvfp4(x, torch.tensor(6.0), False, 1, torch.tensor(3), 0)[0].float() / 448
         sample = values.view(512, 4, 16)[..., 1:]
         assert set(sample.unique().tolist()) <= {a, b}
         share = (sample == b).double().mean() if b > a else 0.0
@@ -185,10 +183,10 @@ def test_the_probability_is_the_distance_from_the_code_below(low: int, level: st
 def test_seeds_and_streams_give_other_numbers() -> None:
     x = noise(16, 64)
     first, *others = (
-        OP.cast_nvfp4(x, x.abs().max(), 1, torch.tensor(seed), stream)[0] for seed, stream in ((1, 0), (2, 0), (1, 1))
+        OP.cast_nvfp4(x, None, False, 1, torch.tensor(seed), stream)[0] for seed, stream in ((1, 0), (2, 0), (1, 1))
     )
     assert not any(torch.equal(first, other) for other in others)
-    assert torch.equal(first, OP.cast_nvfp4(x, x.abs().max(), 1, torch.tensor(1), 0)[0])
+    assert torch.equal(first, OP.cast_nvfp4(x, None, False, 1, torch.tensor(1), 0)[0])
 
 
 def test_rotation_is_the_signed_hadamard_transform(level: str) -> None:
@@ -196,34 +194,35 @@ def test_rotation_is_the_signed_hadamard_transform(level: str) -> None:
     matrix = np.diag(SIGNS) @ hadamard / 4
     assert np.array_equal(matrix @ matrix.T, np.eye(16))
     x = noise(7, 45)
-    padded = np.pad(x.double().numpy(), ((0, 0), (0, 3))).reshape(7, 3, 16)
+    padded = np.pad(x.double().numpy(), ((0, 0), (0, 3))).reshape(7, 3, 16)  # elements of a column lie along its rows
     exact = (padded @ matrix).reshape(7, 48)
-    rotated = OP.rotate(x)
+    rotated = OP.rotate(x.t()).t()
     assert rotated.dtype is torch.bfloat16
     assert (np.abs(rotated.double().numpy() - exact) <= np.abs(exact) * 2.0**-8 + 1e-5 * np.abs(padded).max()).all()
     unit = torch.eye(16) * 4
-    assert np.array_equal(OP.rotate(unit).double().numpy(), np.diag(SIGNS) @ hadamard)
+    assert np.array_equal(OP.rotate(unit.t()).t().double().numpy(), np.diag(SIGNS) @ hadamard)
 
 
 def test_the_product_of_rotated_operands_is_the_product() -> None:
     a, b = noise(20, 64, seed=1).bfloat16(), noise(30, 64, seed=2).bfloat16()
     exact = a.double() @ b.double().t()
-    rotated = OP.rotate(a).double() @ OP.rotate(b).double().t()
+    rotated = OP.rotate(a.t()).double().t() @ OP.rotate(b.t()).double()
     assert (rotated - exact).norm() < 2.0**-7 * a.double().norm() * b.double().norm()
     whole = torch.randint(-8, 9, (2, 9, 48)).to(torch.bfloat16) * 4  # no rounding at all
-    x, y = (OP.rotate(t).double() for t in whole)
-    assert torch.equal(x @ y.t(), whole[0].double() @ whole[1].double().t())
+    x, y = (OP.rotate(t.t()).double() for t in whole)
+    assert torch.equal(x.t() @ y, whole[0].double() @ whole[1].double().t())
 
 
 def test_rotation_spreads_an_outlier() -> None:
     x = noise(64, 256) * 0.01
-    x[:, 5] = 100.0
+    x[5] = 100.0
     plain, spread = x.bfloat16(), OP.rotate(x)
     assert spread.abs().amax() < 0.3 * plain.abs().amax()
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_is_seen(bad: float, level: str) -> None:
+    """Rows N1 and N2."""
     x = noise(32, 64)
     x[17, 33] = bad
     values, scale_inv = cast_nvfp4(x, NVFP4)
@@ -232,6 +231,17 @@ def test_what_is_not_finite_is_seen(bad: float, level: str) -> None:
     exact = by_row.q.float() * by_row.scale_inv
     assert exact[17].isnan().any()
     assert exact.isnan().any(1).sum() == 1
+
+
+def test_a_block_far_below_its_tensor_keeps_a_scale(level: str) -> None:
+    """Row N3."""
+    unit = 2.0**-9 / 448  # the values of code 1 in a block whose scale is the smallest
+    x = torch.full((1, 48), 6.0)
+    x[0, 16:32], x[0, 32:] = unit, 0.249 * unit
+    values, scale_inv = cast_nvfp4(x, NVFP4)
+    assert (values[0, 16:32] == 2.0**-9).all()
+    assert (values[0, 16:32] * scale_inv - unit).abs().max() < 1e-6 * unit
+    assert (values[0, 32:] == 0).all()
 
 
 # --- product
@@ -282,7 +292,7 @@ def test_the_recipe_has_transformer_engines_parameters() -> None:
 
 
 def rotated(x: Array) -> Array:
-    return OP.rotate(torch.from_numpy(np.ascontiguousarray(x))).float().numpy()
+    return OP.rotate(torch.from_numpy(x).t()).t().float().numpy()
 
 
 def operand(x: Tensor, spec: QuantSpec, columnwise: bool, seed: int | None) -> NDArray[np.float64]:

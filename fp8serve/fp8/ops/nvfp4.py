@@ -13,7 +13,7 @@ number of threads nor on the processor:
 
     row r, column c of n, a multiple of 16:   word c / (n/4) of the counter (r n/4 + c % (n/4), 0, stream, 0)
 
-`rotate` multiplies every 16 elements of a row by the random Hadamard transform diag(s) H / 4, which spreads outliers
+`rotate` multiplies every 16 elements of a column by the random Hadamard transform diag(s) H / 4, which spreads outliers
 over their block. It is orthogonal: a product is unchanged if both operands are rotated along the dimension that it
 contracts. s are Transformer Engine's signs, and H is in Sylvester's order. Sums are taken in four steps of a butterfly,
 in FP32.
@@ -71,16 +71,18 @@ def stochastic_codes(x: Tensor, random: Tensor) -> Tensor:
 
 
 def cast_nvfp4(
-    x: Tensor, largest: Tensor | None, block_rows: int, seed: Tensor | None, stream: int
+    x: Tensor, largest: Tensor | None, by_row: bool, block_rows: int, seed: Tensor | None, stream: int
 ) -> tuple[Tensor, Tensor]:
     """Casts x [M, K]; returns (values BF16 [M, K], scale_inv).
 
-    `largest` is the amax of the tensor, FP32 []; without it each row has its own, and scale_inv is [M, 1]. With `seed`,
-    int64 [], it rounds stochastically. A NaN makes its block NaN, and an infinity makes scale_inv NaN.
+    The FP32 scale follows from `largest`, FP32 [], by default the amax of x. With `by_row` it follows from the amax of
+    each row, and scale_inv is [M, 1]. With `seed`, int64 [], the cast rounds stochastically. A NaN makes its block NaN,
+    and an infinity makes scale_inv NaN.
     """
     rows, columns = x.shape
     x = x.float()
-    tensor_amax = amax(x, (1,)).unsqueeze(1) if largest is None else largest
+    largest = amax(x) if largest is None else largest
+    tensor_amax = amax(x, (1,)).unsqueeze(1) if by_row else largest
     scale = tensor_scale(tensor_amax)
     tiled = F.pad(x, (0, -columns % NVFP4_BLOCK)).view(rows, blocks(columns, NVFP4_BLOCK), NVFP4_BLOCK)
     scales = block_scales(block_amaxes(tiled, block_rows) * (scale * (1 / E2M1_MAX)))
@@ -96,8 +98,8 @@ def cast_nvfp4(
     return values.flatten(1)[:, :columns].to(torch.bfloat16, memory_format=torch.contiguous_format), scale_inv
 
 
-def _fake_cast(x: Tensor, largest: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    scale_inv = torch.empty((x.shape[0], 1) if largest is None else (), device=x.device)
+def _fake_cast(x: Tensor, largest: Tensor | None, by_row: bool, *rest: Any) -> tuple[Tensor, Tensor]:
+    scale_inv = torch.empty((x.shape[0], 1) if by_row else (), device=x.device)
     return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device), scale_inv
 
 
@@ -114,8 +116,8 @@ def _edges(dtype: torch.dtype) -> Tensor:
 
 def _cast_case(make: Any, dtype: torch.dtype, by_row: bool, block_rows: int, seed: int | None) -> tuple[Any, ...]:
     x = make(dtype=dtype)
-    largest = None if by_row else amax(torch.where(x.isfinite(), x, 0))
-    return x, largest, block_rows, None if seed is None else torch.tensor(seed), 1
+    largest = None if by_row or seed else amax(torch.where(x.isfinite(), x, 0))
+    return x, largest, by_row, block_rows, None if seed is None else torch.tensor(seed), 1
 
 
 def _cast_cases() -> list[Case]:
@@ -135,7 +137,8 @@ def _cast_cases() -> list[Case]:
 
 
 define(
-    "cast_nvfp4(Tensor x, Tensor? largest, int block_rows, Tensor? seed, int stream) -> (Tensor q, Tensor scale_inv)",
+    "cast_nvfp4(Tensor x, Tensor? largest, bool by_row, int block_rows, Tensor? seed, int stream)"
+    " -> (Tensor q, Tensor scale_inv)",
     cast_nvfp4,
     fake=_fake_cast,
     cases=_cast_cases,
@@ -145,22 +148,24 @@ define(
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Returns x [M, K], padded with zeros to a multiple of 16, rotated in blocks of 16 and rounded: BF16 [M, K']."""
-    padded = F.pad(x.float(), (0, -x.shape[1] % NVFP4_BLOCK))
-    shape = len(x), padded.shape[1] // NVFP4_BLOCK
-    parts = padded.view(*shape, NVFP4_BLOCK) * torch.tensor(SIGNS, device=x.device, dtype=torch.float32)
+    """Returns x [M, K] in BF16, padded with rows of zeros to a multiple of 16, and each 16 elements of a column
+    rotated."""
+    padded = F.pad(x.float(), (0, 0, 0, -len(x) % NVFP4_BLOCK))
+    groups, columns = len(padded) // NVFP4_BLOCK, x.shape[1]
+    signs = torch.tensor(SIGNS, device=x.device, dtype=torch.float32)
+    parts = padded.view(groups, NVFP4_BLOCK, columns) * signs.unsqueeze(1)
     for stride in (1, 2, 4, 8):
-        first, second = parts.view(*shape, NVFP4_BLOCK // (2 * stride), 2, stride).unbind(3)
-        parts = torch.stack([first + second, first - second], 3)
+        first, second = parts.view(groups, NVFP4_BLOCK // (2 * stride), 2, stride, columns).unbind(2)
+        parts = torch.stack([first + second, first - second], 2)
     return (parts.view(padded.shape) * 0.25).to(torch.bfloat16)
 
 
 def _fake_rotate(x: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], blocks(x.shape[1], NVFP4_BLOCK) * NVFP4_BLOCK), dtype=torch.bfloat16)
+    return x.new_empty((blocks(x.shape[0], NVFP4_BLOCK) * NVFP4_BLOCK, x.shape[1]), dtype=torch.bfloat16)
 
 
 def _rotate_cases() -> list[Case]:
-    shapes = ((5, 64), (3, 37), (1, 1), (0, 32), (40, 512))
+    shapes = ((64, 5), (37, 50), (1, 1), (0, 32), (32, 0), (40, 512))
     types = torch.float32, torch.bfloat16, torch.float16
     return [Case(f"{s} {d}", lambda s=s, d=d: (tiled_noise(*s, dtype=d),)) for s, d in product(shapes, types)]  # type: ignore[misc]
 
@@ -199,10 +204,8 @@ def _fake_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 def _mm_case(shape: tuple[int, int, int], by_row: bool, size: float, out: torch.dtype) -> tuple[Any, ...]:
     """Returns arguments with a bias if N is odd; `size` multiplies a."""
     m, n, k = shape
-    a = torch.ops.fp8serve.cast_nvfp4(
-        random_normal(m, k, torch.float32) * size, None if by_row else torch.tensor(size), 1, None, 0
-    )
-    b = torch.ops.fp8serve.cast_nvfp4(random_normal(n, k, torch.float32, 1), torch.tensor(4.0), 16, None, 0)
+    a = cast_nvfp4(random_normal(m, k, torch.float32) * size, None, by_row, 1, None, 0)
+    b = cast_nvfp4(random_normal(n, k, torch.float32, 1), None, False, 16, None, 0)
     return a[0], b[0], a[1], b[1], torch.linspace(-2, 2, n).to(out) if n % 2 else None, out
 
 
