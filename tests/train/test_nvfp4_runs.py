@@ -20,6 +20,7 @@ from fp8serve.fp8.recipe import from_name
 from fp8serve.fp8.spec import NVFP4_INPUT, UNQUANTIZED, QuantSpec
 from fp8serve.model.checkpoint import load_servable, load_trainable, open_checkpoint
 from fp8serve.model.format_conversion import convert_format
+from fp8serve.model.stored_checkpoint import dropped_inputs_notes
 from fp8serve.train.data import Row
 from fp8serve.train.forward import Forward, collate
 from fp8serve.train.log_probs import log_probs
@@ -62,6 +63,7 @@ def test_a_fine_tuned_model_is_served_as_it_was_trained(model_dir: Path, data: P
     scales = tensors[f"{LINEAR}.weight_scale"].float()
     assert torch.equal(scales[:16], scales[:1].expand(16, -1))  # a block of 16 rows has one scale
     assert input_spec(model) == NVFP4_INPUT
+    assert main(["verify", str(model)]) == 0  # the largest code of a block may be in any of its 16 rows
     assert not (model / "scales.safetensors").exists()
     engine = Engine(model, max_batch_tokens=16)
     served = engine.generate(IDS, max_new_tokens=1, prompt_logprobs=0)
@@ -138,6 +140,9 @@ def test_calibration_measures_the_scales_of_inputs(model_dir: Path, format_: str
     else:
         assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_algo"] == "NVFP4"
     assert input_spec(out) == UNQUANTIZED  # more accurate, and no slower on a CPU
+    (note,) = dropped_inputs_notes(open_checkpoint(out))
+    assert note.endswith("inputs stay in BF16 (--recipe nvfp4 casts them, too).")
+    assert main(["verify", str(out)]) == 0
     stored, cast = layer_of(out, from_name("nvfp4")), layer_of(model_dir, from_name("nvfp4"))
     assert stored.input_spec == cast.input_spec == NVFP4_INPUT
     assert torch.equal(stored.weight_q, layer_of(out).weight_q)

@@ -95,7 +95,8 @@ _MODELOPT_4BIT = {"W4A16_NVFP4": (NVFP4, False), "NVFP4": (NVFP4, True), "MXFP4"
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 Role = Literal["weight", "global", "input", "k", "v", "kv"]  # "global": the second scale of a weight in NVFP4
-ENCODING_GLOBAL = ".weight_global_scale"  # unlike other scales in files, this one quantizes
+ENCODING_GLOBAL = ".weight_global_scale"  # unlike other scales in files, these quantize
+ENCODING_SUFFIXES = (ENCODING_GLOBAL, ".input_global_scale")
 KV: tuple[Role, ...] = ("k", "v", "kv")
 
 # Suffixes of scale names, and what the scales belong to. The rest of the name is the owner: a linear, or
