@@ -32,7 +32,8 @@ def check_settings(
             "The recipe 'bf16' has no scales, so there is nothing to calibrate; serve the model as it is."
         )
     to_json(recipe)  # raises RecipeError if the recipe has a function, which cannot be stored
-    quantization_files(settings.format, recipe, settings.kv_cache)  # raises ModelError if the format lacks the recipe
+    # raises ModelError if the format lacks the recipe
+    quantization_files(settings.format, recipe, settings.kv_cache, has_input_scales=True)
     if recipe.override_linear_precision[0]:
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
     if processes > 1 and settings.reads_stdin:

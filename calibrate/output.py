@@ -215,7 +215,9 @@ def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[st
 
     Their scales and histories are copied to the CPU, in one transfer from the device.
     """
-    roles = tuple(f".{role}" for role, spec in recipe.specs.linear.items() if spec.source == "delayed")
+    linear = recipe.specs.linear
+    roles = tuple(f".{role}" for role, spec in linear.items() if spec.source == "delayed")
+    roles += (".input",) if linear["input"].is_4bit else ()  # for other projects, which read NVFP4 with such a scale
     result = {n: s for n, s in states.items() if n.endswith((*roles, ".k", ".v"))}
     if not result:
         return {}

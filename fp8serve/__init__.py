@@ -12,6 +12,7 @@ _MODULES = {
     "DelayedScaling": "fp8serve.fp8.recipe",
     "Float8BlockScaling": "fp8serve.fp8.recipe",
     "MXFP8BlockScaling": "fp8serve.fp8.recipe",
+    "NVFP4BlockScaling": "fp8serve.fp8.recipe",
     "Float8CurrentScaling": "fp8serve.fp8.recipe",
     "Float8WeightOnly": "fp8serve.fp8.recipe",
     "Float4WeightOnly": "fp8serve.fp8.recipe",

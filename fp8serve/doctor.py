@@ -171,8 +171,11 @@ def _serving(model_dir: Path) -> dict[str, Any]:
     }
 
 
-# The product of MXFP8 where there is no kernel for MX blocks.
-_MX_ON_GPU = "on a GPU torch widens both operands to BF16, and mm multiplies them"
+# How recipes run where a GPU has no kernels for them.
+_ON_GPU = {
+    "mxfp8": "on a GPU torch widens both operands to BF16, and mm multiplies them",
+    "nvfp4": "on a GPU torch casts to values in BF16, and mm multiplies them",
+}
 
 
 def _recipes(needed: dict[str, tuple[str, ...]], kernels: dict[str, str], has_gpu: bool) -> dict[str, dict[str, str]]:
@@ -183,8 +186,8 @@ def _recipes(needed: dict[str, tuple[str, ...]], kernels: dict[str, str], has_gp
             recipes[name] = {"runs": "on the reference", "why": f"no compiled kernel for {', '.join(reference_ops)}"}
         else:
             recipes[name] = {"runs": "natively", "why": f"compiled kernels serve {', '.join(ops)}"}
-    if has_gpu:
-        recipes["mxfp8"]["why"] += f"; {_MX_ON_GPU}"
+    for name, how in _ON_GPU.items() if has_gpu else ():
+        recipes[name]["why"] += f"; {how}"
     return recipes
 
 

@@ -175,7 +175,7 @@ def _stored_scale(checkpoint: Checkpoint, owner: str, role: interop.Role) -> Sca
     producer = "?" if quantization is None else quantization.producer
     origin = f"{checkpoint.shards.entries[key].file.name} ({producer})"
     scheme = None if quantization is None or role != "input" else quantization.find_scheme(owner)
-    direction: Direction = "quantizes" if key.endswith(interop.ENCODING_GLOBAL) else "dequantizes"
+    direction: Direction = "quantizes" if key.endswith(interop.ENCODING_SUFFIXES) else "dequantizes"
     scale = _scale(f"{owner}.{role}", key, direction, checkpoint.shards[key], origin)
     if scheme is None or scheme.input_spec.source == "stored":
         return scale

@@ -61,14 +61,22 @@ def test_recipes_need_the_ops_of_their_linear_layers() -> None:
         "rowwise": ("quantize_rowwise", "scaled_mm"),
         "block": ("quantize_block", "scaled_mm"),
         "mxfp8": ("quantize_mx", "mx_mm"),
+        "nvfp4": ("cast_nvfp4", "rotate", "nvfp4_mm"),
     }
 
 
-def test_the_product_of_mxfp8_on_a_gpu_is_named() -> None:
+@pytest.mark.parametrize(
+    ("recipe", "served", "on_gpu"),
+    [
+        ("mxfp8", "quantize_mx, mx_mm", "torch widens both operands to BF16"),
+        ("nvfp4", "cast_nvfp4, rotate, nvfp4_mm", "torch casts to values in BF16"),
+    ],
+)
+def test_products_without_a_kernel_on_a_gpu_are_named(recipe: str, served: str, on_gpu: str) -> None:
     kernels = dict.fromkeys(ops.OPS, "cpu kernel (avx2)")
-    why = [doctor._recipes(ops.recipe_ops(), kernels, has_gpu=has_gpu)["mxfp8"]["why"] for has_gpu in (False, True)]
-    assert why[0] == "compiled kernels serve quantize_mx, mx_mm"
-    assert why[1] == f"{why[0]}; on a GPU torch widens both operands to BF16, and mm multiplies them"
+    why = [doctor._recipes(ops.recipe_ops(), kernels, has_gpu=has_gpu)[recipe]["why"] for has_gpu in (False, True)]
+    assert why[0] == f"compiled kernels serve {served}"
+    assert why[1] == f"{why[0]}; on a GPU {on_gpu}, and mm multiplies them"
 
 
 def test_a_recipe_is_native_when_all_its_ops_have_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from fp8serve.train.forward import Forward
 from fp8serve.train.log_probs import log_probs
 from fp8serve.train.setup import high_precision_linears
 
-RECIPES = ("bf16", "delayed", "rowwise", "block", "mxfp8", "w8a16")
+RECIPES = ("bf16", "delayed", "rowwise", "block", "mxfp8", "nvfp4", "w8a16")
 CACHES: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
 STEP_TOKENS = 64  # a longer prompt is cut into chunks
 NEW = 24

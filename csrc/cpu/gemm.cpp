@@ -1,7 +1,8 @@
 // scaled_mm: FP8 or BF16 [M, K] x FP8 [N, K] -> [M, N], any mix of formats and scale granularities;
 // scaled_mm_add, the same added to a residual; mm, the same sums for two BF16 operands; packed_mm, all
 // three with weights that pack_weight has packed; joined_mm, for stacked weights that are scaled in blocks;
-// mx_mm, all of them for operands in MX blocks (mx.h).
+// mx_mm, all of them for operands in MX blocks (mx.h); nvfp4_mm, scaled_mm for the values of two operands in
+// NVFP4, which are BF16.
 //
 // Both operands have K contiguous, as weights in a checkpoint do: they are read as they are, memory-mapped
 // or not. Training and calibration do that; serving packs them (gemm_packed.h). This file checks the
@@ -126,6 +127,12 @@ Tensor mx_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tens
   return multiply(Contract("mx_mm"), in, kFp8OrBf16, kFp8OrBf16, out_dtype);
 }
 
+Tensor nvfp4_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                const std::optional<Tensor>& bias, ScalarType out_dtype) {
+  return multiply(Contract("nvfp4_mm"), {a, b, a_scale, b_scale, bias, std::nullopt}, kBf16, kBf16,
+                  out_dtype);
+}
+
 // Whether the GEMM reads packed weights as they are, instead of unpacking them first.
 bool reads_packed() { return best_level().unpack_packed != nullptr; }
 
@@ -140,7 +147,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("packed_mm", TORCH_BOX(&fp8serve::gemm::packed_mm));
   m.impl("joined_mm", TORCH_BOX(&fp8serve::gemm::joined_mm));
   m.impl("mx_mm", TORCH_BOX(&fp8serve::gemm::mx_mm));
-  for (const char* op : {"scaled_mm", "scaled_mm_add", "mm", "packed_mm", "joined_mm", "mx_mm"}) {
+  m.impl("nvfp4_mm", TORCH_BOX(&fp8serve::gemm::nvfp4_mm));
+  for (const char* op : {"scaled_mm", "scaled_mm_add", "mm", "packed_mm", "joined_mm", "mx_mm", "nvfp4_mm"}) {
     fp8serve::report(op, []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
   }
 }

@@ -160,7 +160,8 @@ void attach_4bit_scales(const Contract& check, const Tensor& scales,
 }
 
 Tensor mm_4bit(const Tensor& x, const Tensor& codes, const Tensor& scales,
-               const std::optional<Tensor>& global_scale, const std::optional<Tensor>& bias) {
+               const std::optional<Tensor>& global_scale, const std::optional<Tensor>& bias,
+               const std::optional<Tensor>& x_scale) {
   const Contract check("mm_4bit");
   check.rank("x", x, 2);
   check.dtype("scales", scales, kScaleTypes);
@@ -185,6 +186,7 @@ Tensor mm_4bit(const Tensor& x, const Tensor& codes, const Tensor& scales,
   const Tensor a = dense(x), b = dense(codes), b_scales = dense(scales);
   const auto global = global_scale ? std::optional(dense(*global_scale)) : std::nullopt;
   const auto held_bias = bias ? std::optional(dense(*bias)) : std::nullopt;
+  const auto held_x_scale = x_scale ? std::optional(dense(*x_scale)) : std::nullopt;
   Tensor out = empty({m.value(), n.value()}, ScalarType::BFloat16);
   Problem p{.a = {data<const char>(a), Kind::bf16, k.value()},
             .b = {.values = data<const char>(b), .kind = kind, .k = k.value(), .packed = packed},
@@ -198,7 +200,11 @@ Tensor mm_4bit(const Tensor& x, const Tensor& codes, const Tensor& scales,
             .out = out.data_ptr()};
   RowScales rows;
   attach_4bit_scales(check, b_scales, global, n, k, p.b, rows);
-  if (out.numel() > 0) run(p);
+  if (held_x_scale) {
+    attach_scale(check, "x_scale_inv", *held_x_scale, m, k, p.a);
+    check_beside_mx(check, "x_scale_inv", p.a.scale_blocks, "[] or [rows, 1]");
+  }
+  if (out.numel() > 0) is_far(p) ? run_far(p) : run(p);
   return out;
 }
 

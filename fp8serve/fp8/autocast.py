@@ -103,8 +103,8 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         self.is_first_microbatch = validate_is_first_microbatch(is_first_microbatch)
         if not isinstance(self.recipe, Recipe):
             raise RecipeError(
-                "recipe must be DelayedScaling, Float8CurrentScaling, Float8BlockScaling or MXFP8BlockScaling, found "
-                f"{recipe!r}."
+                "recipe must be DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or "
+                f"NVFP4BlockScaling, found {recipe!r}."
             )
         if not can_train(self.recipe):
             raise RecipeError(f"{type(self.recipe).__name__} is a recipe for serving; train with another.")

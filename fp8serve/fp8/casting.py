@@ -3,7 +3,8 @@
 GEMMs read a matrix x [M, K] in two directions: rowwise, contracting K, and columnwise, contracting M (as x^T [K, M]).
 A scale per tensor, or per 128x128 block of a weight, suits both directions: the matrix is cast once, and the columnwise
 data are its transpose, copied if the device's GEMM needs a copy. A scale per row or per 1x128 block is valid along one
-dimension only, so the columnwise data are cast from x^T separately. The same holds for MX blocks of 1x32.
+dimension only, so the columnwise data are cast from x^T separately. The same holds for MX blocks of 1x32, and for
+blocks of 1x16 in NVFP4, whose columnwise data may be rotated before (ops/nvfp4.py).
 
 Ada and Hopper multiply FP8 only if the contracted dimension is contiguous in both operands (layout "tn"). Our CPU
 kernels need the same layout. On these devices a cast also produces the transposed data for the backward pass. Blackwell
@@ -47,6 +48,8 @@ _CURRENT: Cast = torch.ops.fp8serve.quantize_current.default
 _ROWWISE: Cast = torch.ops.fp8serve.quantize_rowwise.default
 _BLOCK: Cast = torch.ops.fp8serve.quantize_block.default
 _MX: Cast = torch.ops.fp8serve.quantize_mx.default
+_cast_nvfp4 = torch.ops.fp8serve.cast_nvfp4.default
+_rotate = torch.ops.fp8serve.rotate.default
 # The op of current scaling for each granularity and scale format, and its arguments after (x, dtype).
 _CURRENT_OPS: dict[tuple[Granularity, ScaleFormat], tuple[Cast, tuple[Any, ...]]] = {
     ("tensor", "fp32"): (_CURRENT, (False,)),
@@ -74,7 +77,7 @@ SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {
 
 
 class Quantized(NamedTuple):
-    """FP8 data [rows, K], quantized for contraction along K, and their scale_inv."""
+    """FP8 data [rows, K], quantized for contraction along K, and their scale_inv. Of NVFP4 the data are BF16."""
 
     q: Tensor
     scale_inv: Tensor
@@ -120,6 +123,8 @@ class Operand(NamedTuple):
 def _transposed_data(data: Quantized) -> Quantized:
     """Returns the data of the transposed matrix: a view if the device reads any layout, else a copy."""
     scale_inv = data.scale_inv if data.scale_inv.dim() == 0 else data.scale_inv.t()
+    if data.q.dtype is torch.bfloat16:
+        return Quantized(_contiguous_transpose(data.q), scale_inv)
     if layout_of(data.q.device) == "any":
         return Quantized(data.q.t(), scale_inv)
     return Quantized(_transpose_fp8(data.q), scale_inv.contiguous())
@@ -147,10 +152,37 @@ def _cast_to_bf16(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def current_cast_op(spec: QuantSpec) -> tuple[Cast, tuple[Any, ...]]:
     """Returns (op, arguments) of current scaling: `op(x, *arguments)` casts x [M, K] to (q, scale_inv)."""
+    if spec.is_nvfp4:
+        return cast_nvfp4, (spec,)
     if not spec.is_fp8:
         return _cast_to_bf16, ()
     op, arguments = _CURRENT_OPS[spec.granularity, spec.scale_format]
     return op, (DTYPES[spec.element], *arguments)
+
+
+def cast_nvfp4(
+    x: Tensor, spec: QuantSpec, columnwise: bool = False, seed: Tensor | None = None, shard_group: Any = None
+) -> Quantized:
+    """Casts x [M, K] for contraction along K, or with `columnwise` for contraction along M.
+
+    `seed`, int64 [], is that of the random numbers if the cast rounds stochastically. Without one it rounds to nearest.
+    """
+    if columnwise:
+        x = _contiguous_transpose(_rotate(x) if spec.rotated else x)
+    by_row = spec.row_scaled and not columnwise  # the columns of x have one scale, as in Transformer Engine
+    largest = None
+    if shard_group is not None and not by_row:
+        largest = arithmetic.fast_amax(x)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard_group)
+    return Quantized(*_cast_nvfp4(x, largest, by_row, spec.block[0], seed, int(columnwise)))
+
+
+def draw_seed() -> Tensor:
+    """Returns a seed for stochastic rounding, int64 [] on the CPU, from torch's random numbers.
+
+    A trainer seeds these for every microbatch, so a run that resumes draws the same seeds.
+    """
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
 
 
 def rowwise_scale_options(spec: QuantSpec) -> tuple[int, bool] | None:
@@ -178,7 +210,7 @@ def cast_weight(weight: Tensor, spec: QuantSpec) -> QuantizedWeight:
     if spec.is_4bit and spec.is_mx:
         return QuantizedWeight(*e2m1.quantize_mxfp4(weight))
     if spec.is_4bit:
-        return QuantizedWeight(*e2m1.quantize_nvfp4(weight, spec.four_over_six))
+        return QuantizedWeight(*e2m1.quantize_nvfp4(weight, spec.four_over_six, spec.block[0] or 1))
     return QuantizedWeight(*cast_current_rowwise(weight, spec))
 
 
@@ -250,13 +282,27 @@ def _contiguous_transpose(x: Tensor) -> Tensor:
 
 
 def cast_current(
-    x: Tensor, spec: QuantSpec, rowwise: bool, columnwise: bool, shard_group: Any = None, infinity_is_nan: bool = False
+    x: Tensor,
+    spec: QuantSpec,
+    rowwise: bool,
+    columnwise: bool,
+    shard_group: Any = None,
+    infinity_is_nan: bool = False,
+    seed: Tensor | None = None,
 ) -> Operand:
     """Casts x [M, K] with current scaling, for the requested directions.
 
     If `shard_group` is given, x is one shard of a tensor over its ranks, and a scale per tensor is computed from the
-    amaxes of all shards. If `infinity_is_nan` is True and x has an infinity, every scale_inv is NaN.
+    amaxes of all shards. If `infinity_is_nan` is True and x has an infinity, every scale_inv is NaN. `seed` is for
+    stochastic rounding.
     """
+    if spec.is_nvfp4 and not spec.serves_both_directions:
+        return Operand(
+            cast_nvfp4(x, spec, False, seed, shard_group) if rowwise else None,
+            cast_nvfp4(x, spec, True, seed, shard_group) if columnwise else None,
+        )
+    if spec.is_nvfp4:
+        return _with_columnwise(cast_nvfp4(x, spec, shard_group=shard_group), columnwise)
     if spec.granularity == "tensor" and shard_group is not None:
         return _with_columnwise(_cast_shard(x, spec, shard_group, infinity_is_nan), columnwise)
     if spec.granularity == "tensor":

@@ -1,5 +1,5 @@
 """FrozenLinear, the linear layer of serving: FP8 weights and a stored or computed input scale, without training. A
-weight may also have 4 bits (ops/e2m1.py); its input is then BF16.
+weight may also have 4 bits (ops/e2m1.py); its input is then BF16, or in NVFP4 too (ops/nvfp4.py).
 
 It computes the forward pass of `Linear` in the same order, so with the scales from the end of training it gives the
 same bits. It also monitors its input: `amax` is the largest magnitude since `reset_counters`, and `saturated` is the
@@ -10,7 +10,6 @@ The gradient with respect to the input uses the FP8 weight (`input_gradient`); t
 The gradient of the cast is the identity, as in `Linear`.
 """
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, cast
 
 import torch
@@ -148,8 +147,7 @@ class FrozenLinear(nn.Module):
         self.out_dtype = out_dtype
         self.set_input_spec(input_spec or QuantSpec(source="current" if input_scale is None else "stored"))
         _check_scale_source(self.input_spec, input_scale)
-        if weight_q.dtype is torch.uint8 and self.input_spec.element != "bf16":
-            raise ValueError(f"The input of a layer with 4-bit weights stays in BF16, found {self.input_spec}.")
+        _check_input_spec(self.input_spec, weight_q, weight_global_scale)
         self.out_features, self.in_features = _features_of(weight_q)
         self.register_buffer("weight_q", weight_q)
         self.register_buffer("weight_scale_inv", weight_scale_inv)
@@ -232,8 +230,7 @@ class FrozenLinear(nn.Module):
 
     def make_rows_independent(self) -> None:
         """Replaces a current scale per tensor by one per row, so that a row does not depend on the batch."""
-        if self.input_spec.depends_on_batch:
-            self.set_input_spec(replace(self.input_spec, granularity="row"))
+        self.set_input_spec(self.input_spec.independent_of_batch())
 
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantizes x [M, K]. Returns FP8 data and their scale_inv, or without input quantization x in BF16 and 1."""
@@ -370,7 +367,7 @@ class FrozenLinear(nn.Module):
 
     def extra_repr(self) -> str:
         kind, granularity = "dynamic" if self.input_scale is None else "static", self.input_spec.granularity
-        kind = kind if self.input_spec.is_fp8 else "unquantized"
+        kind = "unquantized" if self.input_spec.element == "bf16" else kind
         return f"in_features={self.in_features}, out_features={self.out_features}, input={kind} {granularity}"
 
 
@@ -434,7 +431,7 @@ def multiply(
     The product of a 4-bit weight is rounded to BF16 before it is cast to `out_dtype`.
     """
     if weight.dtype is torch.uint8:
-        return _mm_4bit(q, weight, weight_scale_inv, global_scale, bias).to(out_dtype)  # type: ignore[no-any-return]
+        return _mm_4bit(q, weight, weight_scale_inv, global_scale, bias, scale_inv).to(out_dtype)  # type: ignore[no-any-return]
     if _is_mx(weight_scale_inv):
         return _mx_mm(q, weight, scale_inv, weight_scale_inv, bias, None, out_dtype)  # type: ignore[no-any-return]
     if weight.dim() == 3:
@@ -499,6 +496,13 @@ def _check_4bit_weight(weight_q: Tensor, weight_scale_inv: Tensor, global_scale:
         )
     if (global_scale is None) is (weight_scale_inv.dtype is E4M3):
         raise ValueError("A weight in NVFP4 needs a weight_global_scale, and one in MXFP4 has none.")
+
+
+def _check_input_spec(spec: QuantSpec, weight_q: Tensor, weight_global_scale: Tensor | None) -> None:
+    if weight_q.dtype is torch.uint8 and spec.is_fp8:
+        raise ValueError(f"The input of a layer with 4-bit weights stays in BF16 or has 4 bits, found {spec}.")
+    if spec.is_4bit and (not spec.is_nvfp4 or weight_global_scale is None):
+        raise ValueError(f"Inputs of 4 bits are in NVFP4, and so is the weight of their layer, found {spec}.")
 
 
 def _check_scale_source(spec: QuantSpec, input_scale: Tensor | None) -> None:

@@ -62,8 +62,9 @@ def _can_group(linears: Sequence[Linear], x: Tensor) -> bool:
     runs_in_fp8 = frame is not None and frame.enabled and not frame.recipe.override_linear_precision[0]
     are_unhooked = all(type(m) is Linear and not (m._forward_hooks or m._forward_pre_hooks) for m in linears)
     is_autocast = torch.is_autocast_enabled(x.device.type)
-    if frame is not None and x.is_cuda and frame.recipe.specs.linear["input"].is_mx:
-        return False  # the GPU's grouped_mm has no MX blocks
+    spec = None if frame is None else frame.recipe.specs.linear["input"]
+    if spec is not None and (spec.is_4bit or (x.is_cuda and spec.is_mx)):
+        return False  # grouped_mm has no NVFP4, and on a GPU no MX blocks
     return runs_in_fp8 and are_unhooked and len(x) > 0 and not running_regions() and not is_autocast
 
 

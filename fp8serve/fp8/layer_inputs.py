@@ -60,7 +60,7 @@ def check_whole_blocks(recipe: Recipe, in_features: int, layer: str = "A layer")
     """Raises RecipeError if the layer's weight does not consist of whole blocks of MXFP8, MXFP4 or NVFP4, which formats
     cannot express."""
     spec = recipe.specs.linear["weight"]
-    if (spec.is_mx or spec.is_4bit) and not spec.divides(1, in_features):
+    if (spec.is_mx or spec.is_4bit) and in_features % (spec.block[1] or 1):
         raise RecipeError(
             f"{layer} in {spec.name} needs a multiple of {spec.block[1]} input features, found {in_features}; leave it "
             "in high precision, or use another recipe."

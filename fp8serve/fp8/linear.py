@@ -33,6 +33,7 @@ from fp8serve.fp8.casting import (
     cast_current,
     cast_delayed,
     cast_recording,
+    draw_seed,
     operand_from_data,
     operand_of_cast,
     transposes_data,
@@ -69,6 +70,7 @@ ProducedCast = Callable[[Tensor, Tensor | None, torch.dtype, bool], tuple[Tensor
 Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # (tensor name, values, FP8 data, scale_inv)
 
 _mx_mm = torch.ops.fp8serve.mx_mm.default
+_nvfp4_mm = torch.ops.fp8serve.nvfp4_mm.default
 _scaled_mm = torch.ops.fp8serve.scaled_mm.default
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -88,6 +90,7 @@ class LinearCall:
     observer: Observer | None  # a monitor that reads the FP8 data
     is_calibrating: bool  # also stages the amaxes of operands that stay in high precision
     shard_group: Any = None  # the process group whose ranks hold the other shards of every operand (tensor_parallel.py)
+    rounding_seed: Tensor | None = None  # of the stochastic rounding of the gradient, int64 []
 
     def cast(self, name: str, x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
         """Quantizes the named tensor for the requested directions and stages its amax if the recipe has states."""
@@ -102,7 +105,10 @@ class LinearCall:
             return cast(Operand, operand)
         spec, is_gradient = self.recipe.specs.linear[name], name == "grad_output"
         if spec.source == "current":
-            operand = cast_current(x, spec, rowwise, columnwise, self.shard_group, infinity_is_nan=is_gradient)
+            seed = self.rounding_seed if spec.stochastic else None
+            operand = cast_current(
+                x, spec, rowwise, columnwise, self.shard_group, infinity_is_nan=is_gradient, seed=seed
+            )
         else:
             operand = self._cast_delayed(name, x, spec, columnwise, is_gradient)
         if self.observer is not None:
@@ -160,9 +166,11 @@ class LinearCall:
             self._call_observer("input", compute, operand)
 
     def _call_observer(self, name: str, compute_values: Callable[[], Tensor], operand: Operand) -> None:
-        if self.observer is not None and operand.rowwise is not None:
+        if self.observer is None or self.recipe.specs.linear[name].is_4bit:  # it counts FP8 values
+            return
+        if operand.rowwise is not None:
             self.observer(name, compute_values(), *operand.rowwise)
-        elif self.observer is not None and operand.columnwise is not None:
+        elif operand.columnwise is not None:
             self.observer(name, compute_values().t(), *operand.columnwise)
 
     def _stage_amax(self, name: str, amax: Tensor) -> None:
@@ -217,7 +225,9 @@ class LinearPlan:
 
 
 def mm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Returns a b^T + bias, [M, N] of `out_dtype`, for FP8 a [M, K] and b [N, K]."""
+    """Returns a b^T + bias, [M, N] of `out_dtype`, for quantized a [M, K] and b [N, K]."""
+    if a.q.dtype is torch.bfloat16:
+        return cast(Tensor, _nvfp4_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, out_dtype))
     if a.scale_inv.dtype == E8M0:
         return cast(Tensor, _mx_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, None, out_dtype))
     return cast(Tensor, _scaled_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, out_dtype))
@@ -414,8 +424,8 @@ class Linear(Stateful, nn.Linear):
             return self._weight_cache.get(weight, call.recipe, is_first_microbatch, quantize, has_directions)
 
     def _create_call(self, frame: Frame) -> LinearCall:
-        recipe = frame.recipe
-        delayed, is_recording = as_delayed(recipe), torch.is_grad_enabled() or frame.calibrating
+        recipe, has_graph = frame.recipe, torch.is_grad_enabled()
+        delayed, is_recording = as_delayed(recipe), has_graph or frame.calibrating
         high_precision = recipe.override_linear_precision if frame.enabled else (True, True, True)
         if delayed is not None and frame.config_id is not None:
             is_recording_or_hp = is_recording or high_precision[0]
@@ -430,6 +440,7 @@ class Linear(Stateful, nn.Linear):
             is_recording=is_recording,
             observer=None if torch.compiler.is_compiling() else self.observer,
             is_calibrating=frame.calibrating,
+            rounding_seed=draw_seed() if has_graph and recipe.specs.linear["grad_output"].stochastic else None,
         )
 
     def _run_in_fp8(self, input: LinearInput, plan: LinearPlan, parameters: Parameters) -> Tensor:

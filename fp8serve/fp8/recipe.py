@@ -35,7 +35,9 @@ from fp8serve.fp8.spec import (
 AmaxAlgo = RuleName | Callable[[Any], Any]
 ScaleAlgo = Callable[[Any, Any, float, Any], Any]
 Precisions = tuple[bool, bool, bool]
-Fp8Name = Literal["delayed", "current", "rowwise", "block", "mxfp8"]  # command-line names of the recipes for training
+Fp8Name = Literal[
+    "delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"
+]  # command-line names of the recipes for training
 RecipeName = Literal[Fp8Name, "bf16"]
 # command-line names of the recipes for serving
 ServedName = Literal[Fp8Name, "w8a16", "nvfp4-w4a16", "mxfp4-w4a16"]
@@ -242,6 +244,42 @@ class MXFP8BlockScaling(_HasSpecs):
 
 
 @dataclass(frozen=True)
+class NVFP4BlockScaling(_HasSpecs):
+    """NVFP4 for weights, inputs and gradients: E2M1 elements of 4 bits, an E4M3 scale for 16 consecutive elements, and
+    an FP32 scale for the tensor. The parameters are those of Transformer Engine.
+
+    Args:
+        disable_rht: The operands of wgrad are not rotated by the random Hadamard transform.
+        disable_stochastic_rounding: Gradients are rounded to nearest.
+        disable_2d_quantization: Weights have blocks of 1x16 and not of 16x16. A block of 16x16 gives both directions
+            the same values.
+        row_scaled_activation: Each token has an FP32 scale of its own, so its result does not depend on the batch.
+            Transformer Engine's default is False, and that of the command-line recipe "nvfp4" is True.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    fp8_format: ClassVar[Format] = Format.E4M3  # of an FP8 KV cache
+    override_linear_precision: Precisions = (False, False, False)
+    backward_override: InitVar[str | None] = None
+
+    def __post_init__(self, backward_override: str | None) -> None:
+        _check_common(self)
+        _check_flags(self, "disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
+        _check_flags(self, "row_scaled_activation")
+        _apply_backward_override(self, backward_override)
+        rotated = replace(NVFP4, rotated=not self.disable_rht)
+        linear = {
+            "input": replace(rotated, row_scaled=self.row_scaled_activation),
+            "weight": NVFP4 if self.disable_2d_quantization else replace(NVFP4, granularity="block16x16"),
+            "grad_output": replace(rotated, stochastic=not self.disable_stochastic_rounding),
+        }
+        self._set_specs(RecipeSpecs(linear))
+
+
+@dataclass(frozen=True)
 class Float8WeightOnly(_HasSpecs):
     """Weight-only quantization: FP8 weights and BF16 activations. The recipe is for serving and cannot train.
 
@@ -288,7 +326,13 @@ class Float4WeightOnly(_HasSpecs):
 
 
 Recipe = (
-    DelayedScaling | Float8CurrentScaling | Float8BlockScaling | MXFP8BlockScaling | Float8WeightOnly | Float4WeightOnly
+    DelayedScaling
+    | Float8CurrentScaling
+    | Float8BlockScaling
+    | MXFP8BlockScaling
+    | NVFP4BlockScaling
+    | Float8WeightOnly
+    | Float4WeightOnly
 )
 
 _CLASSES: dict[str, type[Recipe]] = {c.__name__: c for c in get_args(Recipe)}
@@ -298,6 +342,7 @@ _NAMED: dict[ServedName, tuple[type[Recipe], dict[str, Any]]] = {
     "rowwise": (Float8CurrentScaling, {"granularity": "row"}),
     "block": (Float8BlockScaling, {}),
     "mxfp8": (MXFP8BlockScaling, {}),
+    "nvfp4": (NVFP4BlockScaling, {"row_scaled_activation": True}),
     "w8a16": (Float8WeightOnly, {}),
     "nvfp4-w4a16": (Float4WeightOnly, {"format": "nvfp4"}),
     "mxfp4-w4a16": (Float4WeightOnly, {"format": "mxfp4"}),
@@ -324,6 +369,11 @@ def depends_on_batch(recipe: Recipe | None) -> bool:
 def can_train(recipe: Recipe | None) -> bool:
     """Returns whether a model can be trained with the recipe, or in high precision if it is None."""
     return not isinstance(recipe, Float8WeightOnly | Float4WeightOnly)
+
+
+def calibrated(recipe: Recipe) -> Recipe:
+    """Returns the recipe with which a model is calibrated: without training, blocks of 1x16 are more accurate."""
+    return replace(recipe, disable_2d_quantization=True) if isinstance(recipe, NVFP4BlockScaling) else recipe
 
 
 def as_delayed(recipe: Recipe | None) -> DelayedScaling | None:

@@ -15,9 +15,9 @@ from typing import Literal, get_args
 
 from fp8serve.errors import RecipeError
 
-# "bf16": the tensor is not quantized; GEMMs read it in BF16. "e2m1": 4 bits, for weights only
+# "bf16": the tensor is not quantized; GEMMs read it in BF16. "e2m1": 4 bits
 ElementFormat = Literal["e4m3", "e5m2", "bf16", "e2m1"]
-Granularity = Literal["tensor", "row", "block1x128", "block128x128", "block1x32", "block1x16"]
+Granularity = Literal["tensor", "row", "block1x128", "block128x128", "block1x32", "block1x16", "block16x16"]
 # "power_of_2": an FP32 number, rounded down to a power of two; "e8m0": a power of two in one byte, as in MXFP8;
 # "e4m3": an E4M3 number for each block, times one FP32 number for the tensor, as in NVFP4
 ScaleFormat = Literal["fp32", "power_of_2", "e8m0", "e4m3"]
@@ -33,7 +33,9 @@ _BLOCKS: dict[Granularity, Block] = {
     "block128x128": (128, 128),
     "block1x32": (1, 32),
     "block1x16": (1, 16),
+    "block16x16": (16, 16),
 }
+_NVFP4_BLOCKS = ("block1x16", "block16x16")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,11 @@ class QuantSpec:
     granularity: Granularity = "tensor"
     scale_format: ScaleFormat = "fp32"
     source: ScaleSource = "current"
-    four_over_six: bool = False  # NVFP4: the cast chooses between two scales for every block (ops/e2m1.py)
+    # NVFP4 (ops/e2m1.py, ops/nvfp4.py):
+    four_over_six: bool = False  # the cast chooses between two scales for every block
+    row_scaled: bool = False  # the FP32 scale is one for each row, and not for the tensor
+    rotated: bool = False  # the columnwise data are rotated by the random Hadamard transform
+    stochastic: bool = False  # the cast rounds stochastically
 
     def __post_init__(self) -> None:
         _check("element format", self.element, get_args(ElementFormat))
@@ -55,10 +61,11 @@ class QuantSpec:
             raise RecipeError(
                 f"Only blocks of 1x32 have E8M0 scales, found {self.granularity} and {self.scale_format}."
             )
-        if len({self.scale_format == "e4m3", self.granularity == "block1x16", self.is_4bit and not self.is_mx}) > 1:
+        has_nvfp4_blocks = self.granularity in _NVFP4_BLOCKS
+        if len({self.scale_format == "e4m3", has_nvfp4_blocks, self.is_4bit and not self.is_mx}) > 1:
             raise RecipeError(
-                "Only e2m1 in blocks of 1x16 has E4M3 scales, and e2m1 has no scales but those and E8M0, found "
-                f"{self.element}, {self.granularity} and {self.scale_format}."
+                "Only e2m1 in blocks of 1x16 or 16x16 has E4M3 scales, and e2m1 has no scales but those and E8M0, "
+                f"found {self.element}, {self.granularity} and {self.scale_format}."
             )
 
     @property
@@ -70,6 +77,11 @@ class QuantSpec:
     def is_4bit(self) -> bool:
         """Whether the tensor is quantized to E2M1, two elements in a byte."""
         return self.element == "e2m1"
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether the tensor is quantized to E2M1 with an E4M3 scale for each block and an FP32 scale."""
+        return self.is_4bit and not self.is_mx
 
     @property
     def name(self) -> str:
@@ -92,6 +104,8 @@ class QuantSpec:
     @property
     def depends_on_batch(self) -> bool:
         """Whether one scale is computed from all rows of the tensor."""
+        if self.is_nvfp4:
+            return not self.row_scaled
         return self.is_fp8 and (self.source, self.granularity) == ("current", "tensor")
 
     @property
@@ -114,8 +128,17 @@ class QuantSpec:
         return all(block is None or size % block == 0 for size, block in zip((rows, columns), self.block, strict=True))
 
     def for_serving(self) -> "QuantSpec":
-        """Returns the spec after training: a delayed scale becomes a stored one."""
+        """Returns the spec after training: a delayed scale becomes a stored one, and the scale of a block of 16x16 is
+        repeated in its rows."""
+        if self.is_nvfp4:
+            return replace(self, granularity="block1x16", rotated=False, stochastic=False)
         return replace(self, source="stored") if self.source == "delayed" else self
+
+    def independent_of_batch(self) -> "QuantSpec":
+        """Returns the spec with a current scale for each row, if one of the whole tensor would depend on the batch."""
+        if not self.depends_on_batch:
+            return self
+        return replace(self, row_scaled=True) if self.is_nvfp4 else replace(self, granularity="row")
 
 
 def block_of(scale_shape: tuple[int, ...], rows: int, columns: int) -> Block:
@@ -152,6 +175,7 @@ UNQUANTIZED = QuantSpec("bf16")
 MXFP8 = QuantSpec(granularity="block1x32", scale_format="e8m0")
 MXFP4 = QuantSpec("e2m1", "block1x32", "e8m0")
 NVFP4 = QuantSpec("e2m1", "block1x16", "e4m3")
+NVFP4_INPUT = replace(NVFP4, row_scaled=True)  # how a server casts inputs
 _WEIGHTS = (QuantSpec(), QuantSpec(granularity="row"), QuantSpec(granularity="block128x128"))
 LINEAR_TENSORS = ("input", "weight", "grad_output")
 ATTENTION_TENSORS = ("q", "k", "v", "p", "grad_output", "grad_scores")

@@ -234,6 +234,9 @@ class _Freezer:
         if isinstance(self.source, ScalingCheckpoint):
             return self._from_scales(linear, self.source)
         if self.recipe is not None and self.source == "recipe":
+            specs, stored = self.recipe.specs.linear, self.checkpoint.fp8_matrix(linear)
+            if specs["weight"].is_4bit and stored is not None and stored.specs[1].name == specs["weight"].name:
+                return self._frozen(linear, replace(stored, input_spec=specs["input"].for_serving()))
             check_whole_blocks(self.recipe, self.checkpoint.shapes[f"{linear}.weight"][1], linear)
             module = self._high_precision_linear(linear)
             frozen = FrozenLinear.from_linear(module, self.recipe, out_dtype=self.dtype)

@@ -24,6 +24,7 @@ from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, QuantizedWeight, cast_weight
 from fp8serve.fp8.layer_inputs import check_whole_blocks
+from fp8serve.fp8.ops.e2m1 import E2M1_MAX
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.building import build_any_on_meta, transposed_linears
 from fp8serve.model.config.decoder import is_classifier, parse_any_config
@@ -141,7 +142,9 @@ def write_calibrated(
     head = ["score"] if is_classifier(config) and not is_encoder(config) else []
     ignored = [*head, *quantizer.routers, *high_precision]
     specs = {name: matrix.specs for name, matrix in matrices.items()}
-    files = quantization_files(format, quantizer.recipe, bool(quantizer.kv), ignored, specs)
+    files = quantization_files(
+        format, quantizer.recipe, bool(quantizer.kv), ignored, specs, quantizer.has_nvfp4_input_scales
+    )
     config["quantization_config"] = files.pop("quantization_config")
     source_fingerprint = "" if weights is not None else fingerprint(source)
     items = list(quantizer.items())
@@ -150,9 +153,10 @@ def write_calibrated(
         _write_model_files(folder, config, items, source, max_shard_bytes)
         for name, content in files.items():
             write_json(folder / name, content)
-        if scales.tensors:
+        states = quantizer.kv if quantizer.has_nvfp4_input_scales else scales.tensors
+        if states:
             model = f"{fingerprint(folder)} {source_fingerprint}".strip()
-            save_scales(folder / FILE_NAME, replace(scales, model=model))
+            save_scales(folder / FILE_NAME, replace(scales, tensors=states, model=model))
         _write_extra_files(folder, extra_files)
 
 
@@ -183,7 +187,10 @@ class _Quantizer:
         self.routers = router_names(model)  # vLLM quantizes routers of Qwen3-MoE that a configuration does not ignore
         self.linears = dict.fromkeys(name for name in model.linear_names() if name not in set(high_precision))
         self.kv = {key: entry for key, entry in scales.tensors.items() if key.rpartition(".")[2] in ("k", "v")}
-        if self.input_spec.source == "delayed":
+        self.has_nvfp4_input_scales = self.input_spec.is_4bit and any(
+            f"{n}.input" in scales.tensors for n in self.linears
+        )
+        if self.input_spec.source == "delayed" or self.has_nvfp4_input_scales:
             check_covers(scales, self.linears, "The scaling state")
         self.quantize = lru_cache(maxsize=1)(self._quantize)  # the weight and its scale are two items of one result
 
@@ -207,9 +214,18 @@ class _Quantizer:
     def _linear_items(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
         check_whole_blocks(self.recipe, shape[1], linear)
         from_file = linear in self.quantized
-        yield from self._weight_items(linear, self.weight_spec, shape, lambda: self.quantize(linear), from_file)
-        if self.input_spec.source == "delayed":
+        spec = self.weight_spec.for_serving()
+        yield from self._weight_items(linear, spec, shape, lambda: self.quantize(linear), from_file)
+        if self.has_nvfp4_input_scales:
+            yield self._nvfp4_input_item(linear, self.scales.tensors[f"{linear}.input"].scale * E2M1_MAX)
+        elif self.input_spec.source == "delayed":
             yield self._scale_item(f"{linear}.input_scale", self.scales.tensors[f"{linear}.input"].scale)
+
+    def _nvfp4_input_item(self, linear: str, scale: Tensor) -> _Item:
+        """Returns the item of the scale that maps the amax of an input to 448 * 6."""
+        if self.format == "modelopt":
+            return self._scale_item(f"{linear}.input_scale", scale)
+        return _Item(f"{linear}.input_global_scale", torch.float32, (1,), lambda: scale.reshape(1))
 
     def _matrix_items(self, name: str, matrix: StoredLinear) -> Iterator[_Item]:
         """Yields the elements and the scales of a matrix unchanged, under the names of this format."""

@@ -28,10 +28,11 @@ from fp8serve.fp8.recipe import (
     Float8CurrentScaling,
     Float8WeightOnly,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
     as_delayed,
 )
-from fp8serve.fp8.spec import MXFP8, UNQUANTIZED, QuantSpec
+from fp8serve.fp8.spec import MXFP8, NVFP4_INPUT, UNQUANTIZED, QuantSpec
 from fp8serve.model.checkpoint import kv_scales
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.formats import FORMATS
@@ -56,6 +57,7 @@ _RECIPES: dict[QuantSpec, tuple[Recipe, ...]] = {
     ),
     BLOCKED_INPUT: (Float8BlockScaling(),),
     MXFP8: (MXFP8BlockScaling(),),
+    NVFP4_INPUT: (NVFP4BlockScaling(disable_2d_quantization=True, row_scaled_activation=True),),
 }
 _Linears = dict[str, StoredLinear]  # by name
 

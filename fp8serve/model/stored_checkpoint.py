@@ -283,6 +283,8 @@ class Checkpoint(Mapping[str, Tensor]):
         if (second is None) is not spec.is_mx:
             problem = "lacks weight_global_scale" if second is None else f"has {second}, which MXFP4 does not have"
             raise ModelError(f"{self.path}: {name} is in {spec.name} and {problem}; write the model again.")
+        if not matrix.is_embedding:
+            matrix = replace(matrix, input_spec=scheme.input_spec)
         if second is None:
             return matrix
         scale = interop.to_global_scale(second, self.shards[second], self.shards.entries[second].note)
@@ -341,9 +343,12 @@ def _runs_quantized(quantization: Quantization | None, module: str, is_4bit: boo
 def dropped_inputs_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Returns a note if the file also has the inputs of layers in 4 bits."""
     quantization = checkpoint.quantization
-    if quantization is None or not any(scheme.drops_inputs for _, scheme in quantization.groups):
+    formats = {scheme.weight_4bit for _, scheme in quantization.groups if scheme.drops_inputs} if quantization else ()
+    if not formats:
         return ()
-    return ("The model was made for inputs of 4 bits; fp8serve reads its 4-bit weights, and inputs stay in BF16.",)
+    option = " (--recipe nvfp4 casts them, too)" if NVFP4 in formats else ""
+    text = "The model was made for inputs of 4 bits; fp8serve reads its 4-bit weights, and inputs stay in BF16"
+    return (f"{text}{option}.",)
 
 
 def matrices_notes(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:

@@ -133,6 +133,10 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     if unquantized:
         text = f"{len(unquantized)} linear layers that the model stores in high precision are trained in BF16"
         on_event(message("kept", text, kept=len(unquantized)))
+    if last := () if config.lora_rank or is_checkpoint(source) else last_linears(recipe, model.num_layers, source):
+        text = f"{len(last)} linear layers at the end of the model are trained in BF16, because the recipe is nvfp4"
+        on_event(message("kept", text, kept=len(last)))
+        unquantized = tuple(dict.fromkeys((*unquantized, *last)))
     for note in () if config.lora_rank else matrices_notes(open_checkpoint(source), rewritten=True):
         on_event(message("widened", note))
     sharded = _sharded_model(config, source, unquantized, ranks, on_event) if config.fsdp else None
@@ -200,7 +204,8 @@ def check_format(config: TrainConfig) -> None:
     if recipe is None or recipe.override_linear_precision[0]:
         return
     quantization_files(config.format, recipe, kv_cache=False)
-    if recipe.specs.linear["weight"].is_mx and Path(config.model).exists():
+    weight = recipe.specs.linear["weight"]
+    if (weight.is_mx or weight.is_4bit) and Path(config.model).exists():
         base = open_checkpoint(config.model)
         unquantized = frozenset(() if config.lora_rank else base.high_precision_linears)
         for name in base.linears:
@@ -261,12 +266,30 @@ def report_rank(parameters: Mapping[str, nn.Parameter], rank: int, on_event: OnE
         on_event(message("rank_too_large", text, level="warn", layers=count))
 
 
+def is_checkpoint(source: Path) -> bool:
+    """Returns whether the directory is a checkpoint of a run, and no base model."""
+    return (source / "trainer.json").exists()
+
+
+def last_linears(recipe: Recipe | None, num_layers: int, source: Path) -> tuple[str, ...]:
+    """Returns the linear layers that a run in NVFP4 trains in BF16: those of the last 15 % of the model's layers.
+
+    NVIDIA's recipe for NVFP4 leaves about so many in BF16, most of them at the end, where rounding harms most. A model
+    of up to six layers has none.
+    """
+    if recipe is None or not recipe.specs.linear["grad_output"].is_4bit:
+        return ()
+    first = num_layers - num_layers * 15 // 100
+    prefixes = tuple(f"model.layers.{index}." for index in range(first, num_layers))
+    return tuple(name for name in open_checkpoint(source).linears if name.startswith(prefixes))
+
+
 def high_precision_linears(source: Path) -> tuple[str, ...]:
     """Returns the linear layers that an FP8 directory, or the base model of a checkpoint, holds in high precision.
 
     Returns () for a directory without FP8 weights: then all linear layers are trained in FP8.
     """
-    if (source / "trainer.json").exists():
+    if is_checkpoint(source):
         return tuple(read_json(source / "trainer.json", JobError).get("kept", ()))
     return tuple(open_checkpoint(source).high_precision_linears)
 

@@ -156,6 +156,7 @@ def test_only_bf16_products_need_bf16() -> None:
         "packed_mm",
         "joined_mm",
         "mx_mm",
+        "nvfp4_mm",
         "mm_4bit",
         "grouped_mm",
         "grouped_mlp",

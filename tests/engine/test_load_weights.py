@@ -68,7 +68,7 @@ def test_loaded_weights_give_the_bits_of_a_new_engine(
 
 
 @pytest.mark.parametrize(
-    "recipe", ["bf16", "rowwise", "block", "current", "mxfp8", "w8a16", "nvfp4-w4a16", "mxfp4-w4a16"]
+    "recipe", ["bf16", "rowwise", "block", "current", "mxfp8", "nvfp4", "w8a16", "nvfp4-w4a16", "mxfp4-w4a16"]
 )
 def test_a_directory_is_loaded_with_the_engines_recipe(tmp_path: Path, recipe: str) -> None:
     one, other = (write_model(tmp_path / f"{seed}", seed=seed) for seed in (0, 1))

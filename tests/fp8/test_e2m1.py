@@ -171,9 +171,9 @@ def test_values_that_a_recipe_cannot_have_are_refused() -> None:
         Float4WeightOnly("int4")  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="four_over_six needs the format nvfp4"):
         Float4WeightOnly("mxfp4", four_over_six=True)
-    with pytest.raises(RecipeError, match="Only e2m1 in blocks of 1x16 has E4M3 scales"):
+    with pytest.raises(RecipeError, match="Only e2m1 in blocks of 1x16 or 16x16 has E4M3 scales"):
         QuantSpec("e4m3", "block1x16", "e4m3")
-    with pytest.raises(RecipeError, match="Only e2m1 in blocks of 1x16 has E4M3 scales"):
+    with pytest.raises(RecipeError, match="Only e2m1 in blocks of 1x16 or 16x16 has E4M3 scales"):
         QuantSpec("e2m1", "row")
     with pytest.raises(RecipeError, match="in NVFP4 needs a multiple of 16 input features, found 40"):
         FrozenLinear.from_linear(nn.Linear(40, 8), Float4WeightOnly("nvfp4"))

@@ -35,7 +35,10 @@ def test_a_cast_by_a_spec_has_the_bits_of_quantize(granularity: Granularity, sca
     ("fields", "sentence"),
     [
         ({"element": "e3m4"}, "no element format 'e3m4'; use e4m3, e5m2, bf16 or e2m1"),
-        ({"granularity": "column"}, "no granularity 'column'; use tensor, row, block1x128, block128x128, block1x32 or"),
+        (
+            {"granularity": "column"},
+            "no granularity 'column'; use tensor, row, block1x128, block128x128, block1x32, block1x16",
+        ),
         ({"scale_format": "bf16"}, "no scale format 'bf16'; use fp32, power_of_2, e8m0 or e4m3"),
         ({"source": "nowhere"}, "no source of scales 'nowhere'; use delayed, current or stored"),
     ],

@@ -68,7 +68,7 @@ def test_training_lowers_the_loss(configure: Configure, qwen: Path, recipe: str)
     assert result.model is not None
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block", "mxfp8", "nvfp4"])
 @torch.no_grad()
 def test_trainer_and_server_compute_the_same_bits(configure: Configure, mixture: Path, recipe: str) -> None:
     with torch.enable_grad():
@@ -95,7 +95,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "rowwise", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"])
 def test_loss_and_gradients_of_a_step_are_close_to_transformers(mixture: Path, recipe: str) -> None:
     """Compares loss and gradients of one step in FP8 with those of transformers in FP32."""
     theirs: Any = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32, experts_implementation="eager")
@@ -115,15 +115,16 @@ def test_loss_and_gradients_of_a_step_are_close_to_transformers(mixture: Path, r
     loss.backward()  # type: ignore[no-untyped-call]
     assert abs(float(loss.detach() - expected.detach())) < 0.01
     ours, exact = gradients(decoder), gradients(theirs)
+    limit = 0.85 if recipe == "nvfp4" else 0.97
     for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"):
-        assert torch.cosine_similarity(ours[name].flatten(), exact[name].flatten(), dim=0) > 0.97, name
+        assert torch.cosine_similarity(ours[name].flatten(), exact[name].flatten(), dim=0) > limit, name
     block = decoder.config.experts
     assert block is not None
     first, down = f"model.layers.1.{block.names.block}.experts", theirs.model.layers[1].mlp.experts.down_proj
     zero = torch.zeros_like(down[0])
     actual = torch.stack([ours.get(f"{first}.{e}.{block.names.down}.weight", zero) for e in range(5)])
     # rounding may send a token to another expert, so the gradients of all experts are compared as one tensor
-    assert torch.cosine_similarity(actual.flatten(), down.grad.flatten(), dim=0) > 0.9
+    assert torch.cosine_similarity(actual.flatten(), down.grad.flatten(), dim=0) > limit - 0.07
 
 
 def starve_expert(decoder: torch.nn.Module, expert: int) -> Experts:

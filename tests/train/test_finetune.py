@@ -81,6 +81,12 @@ def test_a_refused_call_does_not_overwrite_the_stored_rows(model_dir: Path, tmp_
             ModelError,
             "The format 'fp8' has no scale per output channel",
         ),
+        ({"recipe": "nvfp4", "format": "fp8"}, ModelError, "The format 'fp8' cannot express the recipe 'nvfp4'"),
+        (
+            {"recipe": "nvfp4", "format": "modelopt"},
+            ModelError,
+            "The format 'modelopt' needs a scale for every input in NVFP4, which calibration measures",
+        ),
         (
             {"recipe": "mxfp8"},
             RecipeError,

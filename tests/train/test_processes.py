@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "delayed": {},
     "bf16": {"recipe": "bf16"},
     "current": {"recipe": "current"},
+    "nvfp4": {"recipe": "nvfp4"},
     "rowwise, masters in the optimizer": {"recipe": "rowwise", "master_weights": "optimizer"},
     "most recent, in FP8 attention": {"recipe_options": {"amax_compute_algo": "most_recent", "fp8_dpa": True}},
     "reduce_amax off": {"recipe_options": {"reduce_amax": False}},

@@ -26,6 +26,7 @@ A cast needs finite elements: the scale of a block with NaN or an infinity is Na
 """
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import E8M0, FLT_MAX, FP8_MAX, MX_BLOCK, amax
@@ -68,12 +69,15 @@ def dequantize(codes: Tensor, scale_inv: Tensor, global_scale: Tensor | None) ->
     return values if global_scale is None else values * global_scale.reshape(-1, 1)
 
 
-def quantize_nvfp4(x: Tensor, four_over_six: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantizes x [N, K], K a multiple of 16; returns (codes, scale_inv E4M3, global_scale)."""
+def quantize_nvfp4(x: Tensor, four_over_six: bool = False, block_rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantizes x [N, K], K a multiple of 16; returns (codes, scale_inv E4M3, global_scale).
+
+    `block_rows` rows share the scale of a block, which is repeated in each of them.
+    """
     tiled = _tile(x, NVFP4_BLOCK)
-    largest = tiled.abs().amax(2)
+    largest = block_amaxes(tiled, block_rows)
     is_finite = largest.isfinite()
-    scale = _nv_tensor_scale(amax(torch.where(is_finite, largest, 0)), four_over_six)
+    scale = tensor_scale(amax(torch.where(is_finite, largest, 0)), four_over_six)
     global_scale = scale.reciprocal()
     ideal = largest * (scale * (1 / E2M1_MAX))
     codes, scale_inv = _nv_codes(tiled, ideal, global_scale)
@@ -94,18 +98,36 @@ def _tile(x: Tensor, block: int) -> Tensor:
     return x.float().reshape(len(x), -1, block)
 
 
-def _nv_tensor_scale(largest: Tensor, four_over_six: bool) -> Tensor:
-    """Returns the scale, FP32 [], that quantizes a tensor with this amax before its blocks are scaled."""
+def block_amaxes(tiled: Tensor, block_rows: int) -> Tensor:
+    """Returns the amax of the block of each row, FP32 [M, B], of x [M, B, columns of a block]. NaN is not ignored."""
+    largest = tiled.abs().amax(2)
+    if block_rows == 1:
+        return largest
+    padded = F.pad(largest, (0, 0, 0, -len(largest) % block_rows))
+    tall = padded.view(len(padded) // block_rows, block_rows, largest.shape[1])
+    return tall.amax(1).repeat_interleave(block_rows, 0)[: len(largest)]
+
+
+def tensor_scale(largest: Tensor, four_over_six: bool = False) -> Tensor:
+    """Returns the scale, FP32, that quantizes a tensor with this amax before its blocks are scaled."""
     scale = (torch.full_like(largest, _NV_LARGEST[four_over_six] * E2M1_MAX) / largest).clamp(max=FLT_MAX)
-    return torch.where(largest > 0, scale, 1.0)
+    return torch.where((largest > 0) & largest.isfinite(), scale, 1.0)
+
+
+def block_scales(ideal: Tensor) -> Tensor:
+    """Returns the numbers of E4M3, in FP32, that are nearest to the `ideal` scales of blocks."""
+    return ideal.clamp(MIN_NV_SCALE, FP8_MAX[torch.float8_e4m3fn]).to(torch.float8_e4m3fn).float()
+
+
+def block_factor(scales: Tensor, global_scale: Tensor) -> Tensor:
+    """Returns what multiplies the elements of a block before they are rounded."""
+    return (scales * global_scale).reciprocal().clamp(max=FLT_MAX)
 
 
 def _nv_codes(tiled: Tensor, ideal: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the codes [N, K/16, 16] and the scales [N, K/16], FP32 numbers that E4M3 has, for `ideal` scales."""
-    limit = FP8_MAX[torch.float8_e4m3fn]
-    scale_inv = ideal.clamp(MIN_NV_SCALE, limit).to(torch.float8_e4m3fn).float()
-    factor = (scale_inv * global_scale).reciprocal().clamp(max=FLT_MAX)
-    return to_codes(tiled * factor.unsqueeze(2)), scale_inv
+    scale_inv = block_scales(ideal)
+    return to_codes(tiled * block_factor(scale_inv, global_scale).unsqueeze(2)), scale_inv
 
 
 def _errors(tiled: Tensor, codes: Tensor, scale_inv: Tensor, global_scale: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import E8M0, MX_BLOCK
+from fp8serve.fp8.ops.gemm import _apply_scales
 from fp8serve.fp8.ops.inputs import fake_nothing, grid_cases, random_mx_scales, random_normal
 from fp8serve.fp8.ops.microscaling import MAX_SHIFT, MIN_ROW_CODE
 from fp8serve.fp8.ops.microscaling import widen as widen_mx
@@ -144,18 +145,29 @@ def _unpack(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor | Non
 
 
 def mm_4bit(
-    ops: Any, x: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor | None, bias: Tensor | None
+    ops: Any,
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    x_scale_inv: Tensor | None = None,
 ) -> Tensor:
     """Multiplies x BF16 [M, K] by a weight in 4 bits [N, K], which may be packed on a CPU; returns BF16 [M, N].
 
-    `global_scale` is FP32 [] or [N], and None for MXFP4; `bias` is [N]. Both are applied to FP32 sums.
+    `global_scale` is FP32 [] or [N], and None for MXFP4; `bias` is [N]. Both are applied to FP32 sums. So is
+    `x_scale_inv`, FP32 [] or [M, 1], if x has the values of `cast_nvfp4`.
     """
     weight, row_scales = widen(codes, scales)
     if row_scales is not None and global_scale is not None:
         raise ValueError("mm_4bit: global_scale is for E4M3 scales; pass None beside E8M0 scales.")
     sums: Tensor = ops.mm(x, weight, None, torch.float32)
     scale = row_scales if global_scale is None else global_scale
-    out = sums if scale is None else sums * scale
+    if x_scale_inv is not None:
+        scale = torch.ones((), device=x.device) if scale is None else scale
+        out = _apply_scales(sums, x_scale_inv, scale)
+    else:
+        out = sums if scale is None else sums * scale
     return (out if bias is None else out + bias.float()).to(torch.bfloat16)
 
 
@@ -198,18 +210,22 @@ define(
 
 
 def _mm_case(shape: tuple[int, int, int], dtype: torch.dtype, is_packed: bool) -> tuple[Any, ...]:
-    """Returns arguments with a bias if M is odd; of NVFP4 the global scale is one for each row if M is even."""
+    """Returns arguments with a bias if M is odd. Of NVFP4 the global scale is one for each row if M is even, and x has
+    small scales if K is a multiple of 64."""
     m, n, k = shape
     weight = random_4bit(n, k, dtype, 3)
     weight = packed_4bit(*weight) if is_packed else weight
     noise = torch.Generator().manual_seed(5)
     global_scale = None if dtype == E8M0 else torch.exp2(torch.randn(() if m % 2 else (n,), generator=noise))
-    return random_normal(m, k, torch.bfloat16), *weight, global_scale, torch.linspace(-2, 2, n) if m % 2 else None
+    x_scale_inv = None if k % 64 or dtype == E8M0 else torch.exp2(torch.randn(m, 1, generator=noise) * 4 - 60)
+    bias = torch.linspace(-2, 2, n) if m % 2 else None
+    return random_normal(m, k, torch.bfloat16), *weight, global_scale, bias, x_scale_inv
 
 
 _SHAPES = ((1, 48, 64), (2, 16, 1120), (7, 32, 2080), (70, 48, 96), (0, 16, 32))
 define_composed(
-    "mm_4bit(Tensor x, Tensor codes, Tensor scales, Tensor? global_scale, Tensor? bias) -> Tensor",
+    "mm_4bit(Tensor x, Tensor codes, Tensor scales, Tensor? global_scale, Tensor? bias, Tensor? x_scale_inv=None)"
+    " -> Tensor",
     mm_4bit,
     fake=_fake_mm,
     cases=partial(grid_cases, "{} {} packed {}", _mm_case, _SHAPES, BLOCK_OF, (False, True)),

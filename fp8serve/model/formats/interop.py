@@ -24,6 +24,7 @@ or E8M0 in the file and are FP32 in memory. This module converts equivalent shap
 
 NVFP4 has a second scale for the whole weight. compressed-tensors stores the one that quantizes, ModelOpt the one that
 dequantizes, which is also the one in memory. Inputs in NVFP4 or MXFP4 are read as BF16, so their scales are not read.
+But inputs in NVFP4 whose scales all come from the data, as `finetune` writes them, are served so.
 
 A key with "scale", "zero_point" or "amax" in it that is not in the table raises ModelError, because a model without one
 of its scales gives wrong answers.
@@ -40,7 +41,17 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.fp8.ops.arithmetic import MX_BLOCK
-from fp8serve.fp8.spec import MXFP4, MXFP8, NVFP4, UNQUANTIZED, Granularity, QuantSpec, format_shapes, weight_specs
+from fp8serve.fp8.spec import (
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    NVFP4_INPUT,
+    UNQUANTIZED,
+    Granularity,
+    QuantSpec,
+    format_shapes,
+    weight_specs,
+)
 from fp8serve.model.config.reader import Fields
 from fp8serve.model.formats import torchao
 from fp8serve.model.formats.microscaling import EXPONENT_DTYPES, check_exponents
@@ -77,13 +88,15 @@ MODELOPT: dict[str, tuple[QuantSpec, Granularity]] = {
     "FP8_PB_WO": (UNQUANTIZED, "block128x128"),
     "MXFP8": (MXFP8, "block1x32"),
     "W4A16_NVFP4": (UNQUANTIZED, "block1x16"),
+    "NVFP4": (NVFP4_INPUT, "block1x16"),
 }
 # ModelOpt's algorithms that quantize weights to 4 bits, and whether they quantize inputs, too.
 _MODELOPT_4BIT = {"W4A16_NVFP4": (NVFP4, False), "NVFP4": (NVFP4, True), "MXFP4": (MXFP4, True)}
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 Role = Literal["weight", "global", "input", "k", "v", "kv"]  # "global": the second scale of a weight in NVFP4
-ENCODING_GLOBAL = ".weight_global_scale"  # unlike other scales in files, this one quantizes
+ENCODING_GLOBAL = ".weight_global_scale"  # unlike other scales in files, these quantize
+ENCODING_SUFFIXES = (ENCODING_GLOBAL, ".input_global_scale")
 KV: tuple[Role, ...] = ("k", "v", "kv")
 
 # Suffixes of scale names, and what the scales belong to. The rest of the name is the owner: a linear, or
@@ -215,12 +228,15 @@ def _ct_scheme(group: Fields) -> Scheme:
         return Scheme(name, _ct_inputs(group))
     if weights.boolean("symmetric") is False:
         raise _unsupported(name, "weights", f"asymmetric {spec.name}")
-    return Scheme(name, UNQUANTIZED, spec, drops_inputs=group.object("input_activations") is not None)
+    inputs = group.object("input_activations")
+    if inputs is not None and spec == NVFP4 and _ct_4bit(inputs) == NVFP4 and inputs.raw("dynamic") is True:
+        return Scheme(name, NVFP4_INPUT, spec)
+    return Scheme(name, UNQUANTIZED, spec, drops_inputs=inputs is not None)
 
 
-def _ct_4bit(weights: Fields) -> QuantSpec | None:
-    """Returns MXFP4 or NVFP4, or None if the weights have another format."""
-    kind = tuple(weights.raw(key) for key in ("num_bits", "type", "strategy", "group_size"))
+def _ct_4bit(args: Fields) -> QuantSpec | None:
+    """Returns MXFP4 or NVFP4, or None if weights or inputs have another format."""
+    kind = tuple(args.raw(key) for key in ("num_bits", "type", "strategy", "group_size"))
     specs = (MXFP4, NVFP4)
     spec = next((s for s in specs if kind == (4, "float", CT_WEIGHTS[s.granularity], s.block[1])), None)
     return _with_scale_choice(spec, weights.object("observer_kwargs")) if spec == NVFP4 else spec

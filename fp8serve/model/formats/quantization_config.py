@@ -32,17 +32,19 @@ def quantization_files(
     kv_cache: bool,
     high_precision: Sequence[str] = (),
     matrices: Mapping[str, Specs] = NO_MATRICES,
+    has_input_scales: bool = False,
 ) -> dict[str, Any]:
     """Returns the `quantization_config` for config.json under that key, and the JSON of other files by file name.
 
     `high_precision` are the names of linears and routers that are not quantized, without `lm_head`. `matrices` are the
-    specs of FP8 matrices outside the decoder layers, by name. Raises ModelError if the format cannot express them.
+    specs of FP8 matrices outside the decoder layers, by name. `has_input_scales` is about inputs in NVFP4: whether the
+    files have a scale for each layer. Raises ModelError if the format cannot express them.
     """
     ignored = [name for name in (*IGNORED, *high_precision) if name not in matrices]
     if format_ not in FORMATS:
         raise ModelError(f"The format {format_!r} does not exist; choose one of {', '.join(FORMATS)}.")
     if format_ == "compressed-tensors":
-        return {"quantization_config": _compressed_tensors(recipe, kv_cache, ignored, matrices)}
+        return {"quantization_config": _compressed_tensors(recipe, kv_cache, ignored, matrices, has_input_scales)}
     layers = recipe.specs.linear
     for name, (inputs, weight) in matrices.items():
         differs = inputs is not None and _input_scheme(inputs) != _input_scheme(layers["input"])
@@ -52,6 +54,11 @@ def quantization_files(
                 "write compressed-tensors."
             )
     if format_ == "modelopt":
+        if layers["input"].is_4bit and not has_input_scales:
+            raise ModelError(
+                "The format 'modelopt' needs a scale for every input in NVFP4, which calibration measures and training "
+                "does not; use compressed-tensors."
+            )
         return _modelopt(recipe, kv_cache, ignored)
     return {"quantization_config": _fp8(recipe, ignored)}
 
@@ -61,7 +68,7 @@ def _input_scheme(inputs: QuantSpec) -> tuple[Any, ...]:
     return inputs.element, inputs.for_serving().source, inputs.is_blocked
 
 
-def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -> dict[str, Any]:
+def _ct_args(strategy: str, dynamic: bool | str, observer: str | None, **sizes: Any) -> dict[str, Any]:
     return {
         "num_bits": sizes.get("num_bits", 8),
         "type": "float",
@@ -79,12 +86,13 @@ def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -
 
 
 def _compressed_tensors(
-    recipe: Recipe, kv_cache: bool, ignored: list[str], matrices: Mapping[str, Specs]
+    recipe: Recipe, kv_cache: bool, ignored: list[str], matrices: Mapping[str, Specs], has_input_scales: bool
 ) -> dict[str, Any]:
     groups: dict[Specs, list[str]] = {}
     for name, specs in matrices.items():
         groups.setdefault(specs, []).append(name)
-    layers = _ct_group([CLASS], (recipe.specs.linear["input"], recipe.specs.linear["weight"]))
+    layer_specs = recipe.specs.linear["input"], recipe.specs.linear["weight"].for_serving()
+    layers = _ct_group([CLASS], layer_specs, has_input_scales)
     return {
         "config_groups": {"group_0": layers}
         | {f"group_{i}": _ct_group(names, specs) for i, (specs, names) in enumerate(groups.items(), 1)},
@@ -97,20 +105,25 @@ def _compressed_tensors(
     }
 
 
-def _ct_group(targets: list[str], specs: Specs) -> dict[str, Any]:
+def _ct_group(targets: list[str], specs: Specs, has_input_scales: bool = False) -> dict[str, Any]:
     inputs, weight = specs
     block = list(weight.block) if weight.is_blocked else None
     sizes = _block_sizes(weight) if weight.is_mx or weight.is_4bit else {"block_structure": block}
     return {
         "targets": targets,
         "weights": _ct_args(CT_WEIGHTS[weight.granularity], False, "memoryless_minmax", **sizes),
-        "input_activations": _ct_inputs(inputs) if inputs is not None and inputs.is_fp8 else None,
+        "input_activations": _ct_inputs(inputs, has_input_scales),
         "output_activations": None,
         "format": _CT_FORMATS[weight.name],
     }
 
 
-def _ct_inputs(spec: QuantSpec) -> dict[str, Any]:
+def _ct_inputs(spec: QuantSpec | None, has_input_scales: bool) -> dict[str, Any] | None:
+    if spec is None or spec.element == "bf16":
+        return None
+    if spec.is_4bit:  # "local": the FP32 scale is in the file, and those of blocks come from the data
+        dynamic, observer = ("local", "static_minmax") if has_input_scales else (True, None)
+        return _ct_args(CT_WEIGHTS[spec.granularity], dynamic, observer, **_block_sizes(spec))
     if spec.source != "current":
         return _ct_args("tensor", False, "static_minmax")
     sizes = _block_sizes(spec) if spec.is_mx else {"group_size": spec.block[1]}
@@ -132,10 +145,12 @@ def _scale_choice(spec: QuantSpec) -> dict[str, Any]:
 
 def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
     weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
+    if inputs.is_mx or inputs.is_4bit:
+        raise ModelError(
+            f"The format 'fp8' cannot express the recipe {name_of(recipe)!r}; use compressed-tensors or modelopt."
+        )
     if not inputs.is_fp8:
         raise ModelError(f"The format 'fp8' always quantizes inputs; write {name_of(recipe)!r} as compressed-tensors.")
-    if weight.is_mx:
-        raise ModelError("The format 'fp8' cannot express the recipe 'mxfp8'; use compressed-tensors or modelopt.")
     if weight.is_blocked:
         return {
             "quant_method": "fp8",
@@ -151,9 +166,9 @@ def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
 
 
 def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, Any]:
-    inputs, weight = recipe.specs.linear["input"], recipe.specs.linear["weight"]
-    inputs = inputs.for_serving()
-    scheme = (inputs if inputs.is_mx else replace(inputs, scale_format="fp32")), weight.granularity
+    inputs, weight = (recipe.specs.linear[role].for_serving() for role in ("input", "weight"))
+    inputs = inputs.independent_of_batch() if inputs.is_4bit else inputs
+    scheme = (inputs if inputs.is_mx or inputs.is_4bit else replace(inputs, scale_format="fp32")), weight.granularity
     algo = next((name for name, entry in MODELOPT.items() if entry == scheme and weight.name != "MXFP4"), None)
     if algo is None:
         raise ModelError(
@@ -165,8 +180,10 @@ def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, A
     if algo == "FP8":
         config["config_groups"] = {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}}
     if weight.is_4bit:
-        weights = args | {"num_bits": 4, "group_size": weight.block[1]} | _scale_choice(weight)
-        config["config_groups"] = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+        weights = args | {"num_bits": 4, "group_size": weight.block[1]}
+        group = {"input_activations": weights} if inputs.is_4bit else {}
+        group["weights"] = weights | _scale_choice(weight)
+        config["config_groups"] = {"group_0": {**group, "targets": ["Linear"]}}
     if kv_cache:
         config["kv_cache_scheme"] = args
     quantization = {

@@ -3,14 +3,17 @@
 A cast chooses a block's scale by its largest element, so that element has one of the largest codes: 4 or 6 in NVFP4,
 and at least 3 in MXFP4. If many blocks have no such code, the codes of several blocks are mixed: they are in another
 order than the format's. Two codes that are swapped within a byte belong to one block, and nothing in the file shows it.
+In NVFP4 every 16 rows may share the scales of their blocks, as training writes them: then the largest element is among
+all of them.
 """
 
 import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from fp8serve.fp8.ops.four_bit import unpack_codes
+from fp8serve.fp8.ops.four_bit import NVFP4_BLOCK, unpack_codes
 from fp8serve.fp8.spec import MXFP4, NVFP4
 from fp8serve.model.formats.interop import is_extreme
 from fp8serve.model.verify.raw_checkpoint import WRITE_AGAIN, Finding, RawCheckpoint, error
@@ -56,13 +59,23 @@ def check_4bit_config(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 
 def check_order_of_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds weights in which many blocks have only small codes."""
-    for packed in checkpoint.packed.values():
+    for owner, packed in checkpoint.packed.items():
         total = misordered = 0
+        scale = checkpoint.scale_of(owner, "weight")
+        is_tall = scale is not None and packed.spec == NVFP4 and _is_shared_by_rows(checkpoint.shards[scale])
         for rows in torch.split(checkpoint.shards[packed.key], _ROWS_PER_STEP):
             magnitudes = unpack_codes(rows) & 7
             largest = magnitudes.view(len(rows), -1, int(packed.spec.block[1] or 1)).amax(2)
+            if is_tall:
+                largest = torch.stack([block.amax(0) for block in torch.split(largest, NVFP4_BLOCK)])
             total += int((largest > 0).sum())
             misordered += int(((largest > 0) & (largest < SMALLEST_TOP_CODE[packed.spec])).sum())
         if misordered > MAX_MISORDERED * total:
             what = f"has no code near the largest in {misordered} of its {total} blocks, which no cast produces"
             yield error("implausible", packed.key, what, "write the codes in the order of docs/formats.md")
+
+
+def _is_shared_by_rows(scales: Tensor) -> bool:
+    """Returns whether every 16 rows have the same scales."""
+    codes = scales.view(torch.uint8)
+    return torch.equal(codes, codes[::NVFP4_BLOCK].repeat_interleave(NVFP4_BLOCK, 0)[: len(codes)])
