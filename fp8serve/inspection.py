@@ -153,10 +153,14 @@ def _describe(checkpoint: Checkpoint) -> str:
     quantization, config = checkpoint.quantization, checkpoint.any_config
     if quantization is None:
         return f"{config.architecture} with weights in high precision"
-    schemes = [quantization.find_scheme(name) for name in checkpoint.fp8_linears]
-    formats = ["FP8" if s is None or s.weight_4bit is None else s.weight_4bit.name for s in schemes] or ["FP8"]
-    counts = [f"{formats.count(name) if schemes else 0} {name} linear layers" for name in dict.fromkeys(formats)]
-    parts = ", ".join([*counts, *(f"{name} in FP8" for name in checkpoint.fp8_matrices)])
+
+    def format_of(name: str) -> str:
+        scheme = quantization.find_scheme(name)
+        return "FP8" if scheme is None or scheme.weight_4bit is None else scheme.weight_4bit.name
+
+    formats = [format_of(name) for name in checkpoint.fp8_linears]
+    counts = [f"{formats.count(name)} {name} linear layers" for name in dict.fromkeys(formats or ["FP8"])]
+    parts = ", ".join([*counts, *(f"{name} in {format_of(name)}" for name in checkpoint.fp8_matrices)])
     return f"{config.architecture} with {parts}, as {quantization.producer} writes them"
 
 

@@ -275,9 +275,12 @@ class _Freezer:
 
     def _frozen(self, linear: str, matrix: StoredLinear) -> FrozenLinear:
         bias, global_scale = f"{linear}.bias", matrix.weight_global_scale
+        weight = matrix.weight_q.to(self.device).contiguous()
+        if weight.data_ptr() != matrix.weight_q.data_ptr():  # copied, as alternating rows of a stack are
+            release_pages(matrix.weight_q)
         return FrozenLinear(
-            matrix.weight_q.to(self.device),
-            matrix.weight_scale_inv.to(self.device),
+            weight,
+            matrix.weight_scale_inv.to(self.device).contiguous(),
             self._parameter(bias) if bias in self.checkpoint else None,
             None if matrix.input_scale is None else matrix.input_scale.to(self.device),
             matrix.input_spec,

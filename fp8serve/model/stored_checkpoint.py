@@ -200,12 +200,15 @@ class Checkpoint(Mapping[str, Tensor]):
     def runs_in_high_precision(self) -> bool:
         """Whether the directory is quantized but its linear layers run in high precision.
 
-        That is so if only the KV cache or matrices that are no linear layers are FP8, or if MX blocks became BF16.
+        That is so if only the KV cache or matrices that are no linear layers are FP8, or if MX blocks became BF16. It
+        is also so for a gpt-oss that was dequantized and kept its quantization_config.
         """
-        quantization, only_matrices = self.quantization, bool(self.fp8_matrices) and not self.fp8_linears
+        quantization = self.quantization
         if quantization is None:
             return False
-        return not quantization.groups or only_matrices or isinstance(self.shards, MxShards)
+        if not self.fp8_linears and (self.fp8_matrices or quantization.producer == "mxfp4"):
+            return True
+        return not quantization.groups or isinstance(self.shards, MxShards)
 
     @property
     def has_scales(self) -> bool:
@@ -346,11 +349,13 @@ def matrices_notes(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[
     names = checkpoint.fp8_matrices
     if not names:
         return ()
+    types = {checkpoint.shards.entries[f"{name}.weight"].dtype for name in names}
+    kind = " and ".join("4 bits" if dtype is torch.uint8 else "FP8" for dtype in sorted(types, key=str))
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     subject = ", ".join(names[:2]) if more else " and ".join(names)
     plural = len(names) > 1
-    output = ", and will be written in BF16; only convert and merge preserve FP8 here" if rewritten else ""
-    return (f"{subject}{more} {'are' if plural else 'is'} stored in FP8 and computed in BF16{output}.",)
+    output = f", and will be written in BF16; only convert and merge preserve {kind} here" if rewritten else ""
+    return (f"{subject}{more} {'are' if plural else 'is'} stored in {kind} and computed in BF16{output}.",)
 
 
 def ignored_notes(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -311,10 +311,10 @@ def _fp8_ignored(config: Fields) -> tuple[str, ...]:
 
 
 def _mx(config: Fields) -> Quantization:
-    """Reads `quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32. Layers in MXFP4 run in BF16."""
+    """Reads `quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32. Layers in MXFP4 have inputs in BF16."""
     method = config.text("quant_method") or "mx"
-    groups = () if method == "mxfp4" else (((CLASS,), Scheme(method, MXFP8)),)
-    return Quantization(groups, _fp8_ignored(config), method)
+    scheme = Scheme(method, UNQUANTIZED, MXFP4) if method == "mxfp4" else Scheme(method, MXFP8)
+    return Quantization((((CLASS,), scheme),), _fp8_ignored(config), method)
 
 
 def _modelopt(config: Fields) -> Quantization:
