@@ -1,9 +1,11 @@
-// pack_4bit brings a weight into the order of four_bit.py; mm_4bit multiplies by one, packed or not;
-// widen_4bit makes BF16 of a row, for levels that read rows.
+// pack_4bit brings a weight into the order of four_bit.py; mm_4bit multiplies by one, packed or not, and
+// grouped_mm_4bit rows sorted by expert by those of their experts; widen_4bit makes BF16 of a row, for levels
+// that read rows.
 #include "cpu/gemm_4bit.h"
 
 #include <torch/csrc/stable/library.h>
 
+#include "cpu/experts.h"
 #include "cpu/gemm_arguments.h"
 
 namespace fp8serve::gemm {
@@ -130,81 +132,160 @@ void pack_4bit(const Tensor& codes, const Tensor& scales, const Tensor& out_code
   });
 }
 
-// Attaches the weight's scales: of the blocks, and outside the sum those of the rows or the global one.
-void attach_4bit_scales(const Contract& check, const Tensor& scales,
-                        const std::optional<Tensor>& global_scale, Size n, Size k, Operand& out,
-                        RowScales& rows) {
-  const bool mx = out.kind == Kind::mxfp4;
-  const int64_t blocks = k.value() / block_of(out.kind);
-  const auto* bytes = data<const uint8_t>(scales);
-  out.distances = bytes;
-  out.mx_codes = bytes;
-  out.mx_blocks = blocks;
-  if (mx) {
-    check.require(!global_scale, "global_scale", "is for E4M3 scales, not for E8M0");
-    rows.resize(n.value());
-    if (!out.packed) compute_row_scales(bytes, blocks, {0}, n.value(), rows);
-    for (int64_t i = 0; i < n.value() && out.packed; ++i) {
-      rows.codes[static_cast<size_t>(i)] = bytes[i / kGroup * (1 + blocks) * kGroup + i % kGroup];
-      rows.values[static_cast<size_t>(i)] = value_of_code(rows.codes[static_cast<size_t>(i)]);
-    }
-    out.mx_rows = rows.codes.data();
-    out.scale = rows.values.data();
-  } else if (global_scale) {
-    check.cpu("global_scale", *global_scale);
-    check.dtype("global_scale", *global_scale, {ScalarType::Float});
-    out.scale = data<const float>(*global_scale);
-    out.scale_rows = global_scale->dim() == 0 ? std::max<int64_t>(n.value(), 1) : 1;
-    if (global_scale->dim() != 0) check.shape("global_scale", *global_scale, {n});
-  }
+// Checks a tensor of one weight, or of the weights of all experts.
+template <class... Sizes>
+void check_weight(const Contract& check, const char* name, const Tensor& x,
+                  std::initializer_list<ScalarType> types, const std::optional<Size>& experts,
+                  const Sizes&... sizes) {
+  experts ? check.tensor(name, x, types, {*experts, sizes...}) : check.tensor(name, x, types, {sizes...});
 }
 
-Tensor mm_4bit(const Tensor& x, const Tensor& codes, const Tensor& scales,
-               const std::optional<Tensor>& global_scale, const std::optional<Tensor>& bias,
-               const std::optional<Tensor>& x_scale) {
-  const Contract check("mm_4bit");
+std::optional<Tensor> dense_or_none(const std::optional<Tensor>& x) {
+  return x ? std::optional(dense(*x)) : std::nullopt;
+}
+
+// A weight, or the weights of all experts, checked and dense.
+struct Weights {
+  Kind kind;
+  bool packed;
+  int64_t n, k;
+  Tensor codes, scales;
+  std::optional<Tensor> global_scale, bias;
+  bool global_by_row;
+  RowScales rows = {};  // of MXFP4
+
+  int64_t blocks() const { return k / block_of(kind); }
+  int64_t scales_of_row() const { return blocks() + (packed && kind == Kind::mxfp4 ? 1 : 0); }
+
+  // Finds the scales of the rows of these experts, one after the other.
+  void find_row_scales(const std::vector<int64_t>& experts) {
+    if (kind != Kind::mxfp4) return;
+    const auto* bytes = data<const uint8_t>(scales);
+    if (!packed) return compute_row_scales(bytes, blocks(), experts, n, rows);
+    rows.resize(static_cast<int64_t>(experts.size()) * n);
+    size_t i = 0;
+    for (const int64_t expert : experts) {
+      for (int64_t row = expert * n; row < (expert + 1) * n; ++row, ++i) {
+        rows.codes[i] = bytes[row / kGroup * scales_of_row() * kGroup + row % kGroup];
+        rows.values[i] = value_of_code(rows.codes[i]);
+      }
+    }
+  }
+
+  // The rows of x from `begin` to `end` times the weight of an expert, the `index`-th of find_row_scales().
+  Problem problem(const Tensor& x, int64_t expert, int64_t index, int64_t begin, int64_t end,
+                  const Tensor& out) const {
+    const auto* bytes = data<const uint8_t>(scales) + expert * n * scales_of_row();
+    Operand b{.values = data<const char>(codes) + expert * n * k / 2,
+              .kind = kind,
+              .k = k,
+              .packed = packed,
+              .mx_codes = bytes,
+              .mx_blocks = blocks(),
+              .distances = bytes};
+    if (kind == Kind::mxfp4) {
+      b.mx_rows = rows.codes.data() + index * n;
+      b.scale = rows.values.data() + index * n;
+    } else if (global_scale) {
+      b.scale = data<const float>(*global_scale) + expert * (global_by_row ? n : 1);
+      b.scale_rows = global_by_row ? 1 : std::max<int64_t>(n, 1);
+    }
+    const int64_t bias_bytes = bias && bias->scalar_type() == ScalarType::Float ? 4 : 2;
+    return {.a = {data<const char>(x) + begin * k * bytes_of(Kind::bf16), Kind::bf16, k},
+            .b = b,
+            .m = end - begin,
+            .n = n,
+            .k = k,
+            .bias_type = bias ? bias->scalar_type() : ScalarType::BFloat16,
+            .out_type = ScalarType::BFloat16,
+            .bias = bias ? data<const char>(*bias) + expert * n * bias_bytes : nullptr,
+            .residual = nullptr,
+            .out = data<char>(out) + begin * n * bytes_of(Kind::bf16)};
+  }
+};
+
+// Checks x [M, K] and the weight or, if `experts` is given, the weights of all experts.
+Weights weights_of(const Contract& check, const Tensor& x, const Tensor& codes, const Tensor& scales,
+                   const std::optional<Tensor>& global_scale, const std::optional<Tensor>& bias,
+                   const std::optional<Size>& experts) {
   check.rank("x", x, 2);
   check.dtype("scales", scales, kScaleTypes);
+  const int64_t first = experts ? 1 : 0;  // the dimension of rows, or of groups of them
   const Kind kind = kind_of_scales(scales);
-  const bool packed = codes.dim() == 3;
-  if (!packed) check.rank("codes", codes, 2);
-  const Size m{"M", x.size(0)}, k{"K", x.size(1)}, n{"N", codes.size(0) * (packed ? kGroup : 1)};
+  const bool packed = codes.dim() == first + 3;
+  if (!packed) check.rank("codes", codes, first + 2);
+  const Size m{"M", x.size(0)}, k{"K", x.size(1)}, n{"N", codes.size(first) * (packed ? kGroup : 1)};
   check.tensor("x", x, kBf16, {m, k});
   check.require(k.value() % block_of(kind) == 0, "x", "has rows of ", k.value(),
                 " values, must be a multiple of ", block_of(kind));
   const Size blocks{"blocks", k.value() / block_of(kind)}, groups{"N / 16", n.value() / kGroup};
   if (packed) {
-    check.tensor("codes", codes, {ScalarType::Byte}, {groups, {"K / 8", k.value() / kRun}, {"a run", 64}});
     const int64_t extra = kind == Kind::mxfp4 ? 1 : 0;
-    check.tensor("scales", scales, kScaleTypes,
-                 {groups, {"blocks", extra + blocks.value()}, {"rows", kGroup}});
+    check_weight(check, "codes", codes, {ScalarType::Byte}, experts, groups, Size{"K / 8", k.value() / kRun},
+                 Size{"a run", 64});
+    check_weight(check, "scales", scales, kScaleTypes, experts, groups,
+                 Size{"blocks", extra + blocks.value()}, Size{"rows", kGroup});
   } else {
-    check.tensor("codes", codes, {ScalarType::Byte}, {n, {"K / 2", k.value() / 2}});
-    check.tensor("scales", scales, kScaleTypes, {n, blocks});
+    check_weight(check, "codes", codes, {ScalarType::Byte}, experts, n, Size{"K / 2", k.value() / 2});
+    check_weight(check, "scales", scales, kScaleTypes, experts, n, blocks);
   }
-  if (bias) check.tensor("bias", *bias, kHigh, {n});
-  const Tensor a = dense(x), b = dense(codes), b_scales = dense(scales);
-  const auto global = global_scale ? std::optional(dense(*global_scale)) : std::nullopt;
-  const auto held_bias = bias ? std::optional(dense(*bias)) : std::nullopt;
-  const auto held_x_scale = x_scale ? std::optional(dense(*x_scale)) : std::nullopt;
-  Tensor out = empty({m.value(), n.value()}, ScalarType::BFloat16);
-  Problem p{.a = {data<const char>(a), Kind::bf16, k.value()},
-            .b = {.values = data<const char>(b), .kind = kind, .k = k.value(), .packed = packed},
-            .m = m.value(),
-            .n = n.value(),
-            .k = k.value(),
-            .bias_type = held_bias ? held_bias->scalar_type() : ScalarType::BFloat16,
-            .out_type = ScalarType::BFloat16,
-            .bias = held_bias ? held_bias->data_ptr() : nullptr,
-            .residual = nullptr,
-            .out = out.data_ptr()};
-  RowScales rows;
-  attach_4bit_scales(check, b_scales, global, n, k, p.b, rows);
-  if (held_x_scale) {
-    attach_scale(check, "x_scale_inv", *held_x_scale, m, k, p.a);
+  if (bias) check_weight(check, "bias", *bias, kHigh, experts, n);
+  const bool by_row = global_scale && global_scale->dim() > first;
+  if (global_scale) {
+    check.require(kind == Kind::nvfp4, "global_scale", "is for E4M3 scales, not for E8M0");
+    if (by_row) {
+      check_weight(check, "global_scale", *global_scale, {ScalarType::Float}, experts, n);
+    } else {
+      check_weight(check, "global_scale", *global_scale, {ScalarType::Float}, experts);
+    }
+  }
+  return {kind,
+          packed,
+          n.value(),
+          k.value(),
+          dense(codes),
+          dense(scales),
+          dense_or_none(global_scale),
+          dense_or_none(bias),
+          by_row};
+}
+
+Tensor mm_4bit(const Tensor& x_in, const Tensor& codes, const Tensor& scales,
+               const std::optional<Tensor>& global_scale, const std::optional<Tensor>& bias,
+               const std::optional<Tensor>& x_scale_in) {
+  const Contract check("mm_4bit");
+  Weights weights = weights_of(check, x_in, codes, scales, global_scale, bias, std::nullopt);
+  const Tensor x = dense(x_in);
+  const auto x_scale = dense_or_none(x_scale_in);
+  Tensor out = empty({x.size(0), weights.n}, ScalarType::BFloat16);
+  weights.find_row_scales({0});
+  Problem p = weights.problem(x, 0, 0, 0, x.size(0), out);
+  if (x_scale) {
+    attach_scale(check, "x_scale_inv", *x_scale, {"M", p.m}, {"K", p.k}, p.a);
     check_beside_mx(check, "x_scale_inv", p.a.scale_blocks, "[] or [rows, 1]");
   }
   if (out.numel() > 0) is_far(p) ? run_far(p) : run(p);
+  return out;
+}
+
+Tensor grouped_mm_4bit(const Tensor& x_in, const Tensor& codes, const Tensor& scales,
+                       const std::optional<Tensor>& global_scale, const Tensor& offsets,
+                       const std::optional<Tensor>& bias) {
+  const Contract check("grouped_mm_4bit");
+  check.require(codes.dim() > 0, "codes", "has no dimension, must have one for each expert");
+  const Size count{"E", codes.size(0)};
+  Weights weights = weights_of(check, x_in, codes, scales, global_scale, bias, count);
+  const Tensor x = dense(x_in);
+  const Experts experts = experts_of(check, offsets, count, x.size(0));
+  Tensor out = empty({x.size(0), weights.n}, ScalarType::BFloat16);
+  if (out.numel() == 0) return out;
+  const std::vector<int64_t> used = experts.with_rows();
+  weights.find_row_scales(used);
+  std::vector<Problem> problems;
+  for (size_t i = 0; i < used.size(); ++i)
+    problems.push_back(weights.problem(x, used[i], static_cast<int64_t>(i), experts.begin(used[i]),
+                                       experts.end(used[i]), out));
+  run(problems.data(), static_cast<int64_t>(problems.size()));
   return out;
 }
 
@@ -242,6 +323,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("pack_4bit", TORCH_BOX(&fp8serve::gemm::pack_4bit));
   fp8serve::report<fp8serve::kPlain>("pack_4bit");
   m.impl("mm_4bit", TORCH_BOX(&fp8serve::gemm::mm_4bit));
-  fp8serve::report("mm_4bit",
-                   []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
+  m.impl("grouped_mm_4bit", TORCH_BOX(&fp8serve::gemm::grouped_mm_4bit));
+  for (const char* op : {"mm_4bit", "grouped_mm_4bit"}) {
+    fp8serve::report(op, []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
+  }
 }

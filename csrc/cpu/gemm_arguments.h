@@ -62,7 +62,6 @@ inline void attach_mx_scale(const Contract& check, const char* name, const Tenso
   const Size blocks = ceil_div(k, kMxBlock);
   check.shape(name, scale, {rows, blocks});
   check_mx(check, name, out.kind, out.packed, k);
-  row_scales.resize(rows.value());
   out.mx_codes = data<const uint8_t>(scale);
   out.mx_blocks = blocks.value();
   compute_row_scales(out.mx_codes, out.mx_blocks, {0}, rows.value(), row_scales);

@@ -6,39 +6,13 @@
 #include <tuple>
 
 #include "cpu/cast_rows.h"
+#include "cpu/experts.h"
 #include "cpu/gemm_arguments.h"
 #include "cpu/parts.h"
 #include "cpu/rows.h"
 
 namespace fp8serve::gemm {
 namespace {
-
-// offsets int32 [E]: where the rows of each expert end; they begin where those of the one before end.
-struct Experts {
-  Tensor held;
-  int64_t count;
-
-  int64_t begin(int64_t expert) const { return expert == 0 ? 0 : end(expert - 1); }
-  int64_t end(int64_t expert) const { return data<const int32_t>(held)[expert]; }
-  std::vector<int64_t> with_rows() const {
-    std::vector<int64_t> experts;
-    for (int64_t e = 0; e < count; ++e)
-      if (end(e) > begin(e)) experts.push_back(e);
-    return experts;
-  }
-};
-
-Experts experts_of(const Contract& check, const Tensor& offsets, Size count, int64_t rows) {
-  check.tensor("offsets", offsets, {ScalarType::Int}, {count});
-  const Experts experts{dense(offsets), count.value()};
-  for (int64_t e = 0; e < experts.count; ++e)
-    check.require(experts.begin(e) <= experts.end(e), "offsets", "falls from ", experts.begin(e), " to ",
-                  experts.end(e));
-  const int64_t last = experts.count == 0 ? 0 : experts.end(experts.count - 1);
-  check.require(last == rows && (experts.count == 0 || experts.end(0) >= 0), "offsets", "ends at ", last,
-                ", must end at the number of rows, ", rows);
-  return experts;
-}
 
 // The scale_inv of all experts; `of` gives that of one expert.
 struct Scales {
@@ -56,7 +30,7 @@ struct Scales {
 constexpr int64_t kAllRows = int64_t{1} << 62;
 
 // The scales of all experts in MX blocks (mx.h), one expert's rows after the other's; `of` gives those of the
-// rows from `row` on.
+// rows from `row` on, whose own scales are the computed ones from `computed` on.
 struct MxScales {
   Tensor held;
   int64_t blocks = 0;
@@ -66,25 +40,23 @@ struct MxScales {
   void compute(const std::vector<int64_t>& experts, int64_t count) {
     compute_row_scales(data<const uint8_t>(held), blocks, experts, count, rows);
   }
-  void of(int64_t row, Operand& out) const {
+  void of(int64_t row, int64_t computed, Operand& out) const {
     out.mx_codes = data<const uint8_t>(held) + row * blocks;
     out.mx_blocks = blocks;
-    out.mx_rows = rows.codes.data() + row;
-    out.scale = rows.values.data() + row;
+    out.mx_rows = rows.codes.data() + computed;
+    out.scale = rows.values.data() + computed;
     out.scale_rows = 1;
     out.scale_blocks = 0;
   }
 };
 
-// Empty unless the scale is E8M0. `shape`: of the scale; `rows`: all but its last dimension.
+// Empty unless the scale is E8M0, which must have this shape.
 std::optional<MxScales> mx_scales_of(const Contract& check, const char* name, const Tensor& scale,
-                                     std::initializer_list<Size> shape, int64_t rows) {
+                                     std::initializer_list<Size> shape) {
   if (!is_mx(scale)) return std::nullopt;
   check.cpu(name, scale);
   check.shape(name, scale, shape);
-  MxScales scales{dense(scale), scale.size(scale.dim() - 1), {}};
-  scales.rows.resize(rows);
-  return scales;
+  return MxScales{dense(scale), scale.size(scale.dim() - 1), {}};
 }
 
 Scales scales_of_rows(const Contract& check, const Tensor& scale, Size count, Size rows, Size k) {
@@ -151,7 +123,8 @@ struct Arguments {
   ScalarType out_dtype;
   std::optional<MxScales> mx_rows, mx_weights;
 
-  Problem problem(int64_t expert, const Tensor& out) const {
+  // The problem of an expert, the `index`-th of those with rows.
+  Problem problem(int64_t expert, int64_t index, const Tensor& out) const {
     const int64_t begin = experts.begin(expert);
     Problem p{.a = {data<const char>(a), kind_of(a), k},
               .b = {.values = data<const char>(b) + expert * n * k * bytes_of(kind_of(b)),
@@ -170,8 +143,8 @@ struct Arguments {
     if (bias) p.bias = data<const char>(*bias) + expert * n * bias_bytes;
     p.a.values = p.a.at(begin, 0);
     p.out = data<char>(out) + begin * n * p.out_bytes();
-    mx_rows ? mx_rows->of(begin, p.a) : of_rows.of(expert, begin, p.a);
-    mx_weights ? mx_weights->of(expert * n, p.b) : of_weights.of(expert, 0, p.b);
+    mx_rows ? mx_rows->of(begin, begin, p.a) : of_rows.of(expert, begin, p.a);
+    mx_weights ? mx_weights->of(expert * n, index * n, p.b) : of_weights.of(expert, 0, p.b);
     if (p.blocked()) p.ones.assign(static_cast<size_t>(k / kScaleBlock + 1), 1.0f);
     return p;
   }
@@ -192,9 +165,8 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const
   check.require(std::find(kHigh.begin(), kHigh.end(), out_dtype) != kHigh.end(), "out_dtype", "is ",
                 torch::headeronly::toString(out_dtype), ", must be Float, BFloat16 or Half");
   const Size mx_blocks = ceil_div(k, kMxBlock);
-  auto mx_rows = mx_scales_of(check, "a_scale_inv", a_scale, {t, mx_blocks}, t.value());
-  auto mx_weights =
-      mx_scales_of(check, "b_scale_inv", b_scale, {count, n, mx_blocks}, count.value() * n.value());
+  auto mx_rows = mx_scales_of(check, "a_scale_inv", a_scale, {t, mx_blocks});
+  auto mx_weights = mx_scales_of(check, "b_scale_inv", b_scale, {count, n, mx_blocks});
   if (mx_rows) check_mx(check, "a_scale_inv", kind_of(a), false, k);
   if (mx_weights) check_mx(check, "b_scale_inv", kind_of(b), packed, k);
   Arguments in{dense(a),
@@ -216,7 +188,8 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const
   if (in.mx_weights) in.mx_weights->compute(used, n.value());
   Tensor out = empty({t.value(), n.value()}, out_dtype);
   std::vector<Problem> problems;
-  for (const int64_t e : used) problems.push_back(in.problem(e, out));
+  for (size_t i = 0; i < used.size(); ++i)
+    problems.push_back(in.problem(used[i], static_cast<int64_t>(i), out));
   run_each(problems);
   return out;
 }

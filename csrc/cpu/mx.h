@@ -49,18 +49,19 @@ inline float value_of_code(uint8_t code) {
 }
 
 // Computes the scales of the rows of stacked matrices, of `count` rows with `blocks` codes each, for the
-// matrices with these indices. One parallel region: a matrix may be small. `rows` has room for all matrices.
+// matrices with these indices, one after the other. One parallel region: a matrix may be small.
 inline void compute_row_scales(const uint8_t* codes, int64_t blocks, const std::vector<int64_t>& indices,
                                int64_t count, RowScales& rows) {
   constexpr int64_t kRows = 512;  // of a task
   const int64_t tasks = (count + kRows - 1) / kRows;
+  rows.resize(static_cast<int64_t>(indices.size()) * count);
   parallel_tasks(static_cast<int64_t>(indices.size()) * tasks, [&](int64_t task) {
-    const int64_t row = task % tasks * kRows, size = std::min(kRows, count - row);
-    const int64_t first = indices[static_cast<size_t>(task / tasks)] * count + row;
-    uint8_t* largest_codes = rows.codes.data() + first;
-    blocks > 0 ? dispatch<LargestCodes>(codes + first * blocks, size, blocks, largest_codes)
+    const int64_t matrix = task / tasks, row = task % tasks * kRows, size = std::min(kRows, count - row);
+    const int64_t from = (indices[static_cast<size_t>(matrix)] * count + row) * blocks;
+    uint8_t* largest_codes = rows.codes.data() + matrix * count + row;
+    blocks > 0 ? dispatch<LargestCodes>(codes + from, size, blocks, largest_codes)
                : static_cast<void>(std::fill_n(largest_codes, size, uint8_t{127}));
-    float* values = rows.values.data() + first;
+    float* values = rows.values.data() + matrix * count + row;
     for (int64_t i = 0; i < size; ++i) values[i] = value_of_code(largest_codes[i]);
   });
 }

@@ -145,15 +145,14 @@ class JoinedLinear:
         """Packs the weight into `out`; see `FrozenLinear.pack`."""
         if self.first.is_4bit:
             self.weight, self.scale = pack_4bit_into(self.weight, self.scale, out)
-            self._scale_rows = [rows // GROUP for rows in self._scale_rows]
         else:
             self.weight = pack_into(self.weight, out)
         self._share_tensors()
 
     @torch.no_grad()
-    def move_weight(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        """Replaces the weight, its scales and the bias by equal tensors in other memory."""
-        self.weight, self.scale, self.bias = weight, scale, bias
+    def move_weight(self, weight: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None) -> None:
+        """Replaces the weight, its scales and the bias by equal tensors in other memory; the weight may be packed."""
+        self.weight, self.scale, self.global_scale, self.bias = weight, scale, global_scale, bias
         self._share_tensors()
 
     def move_input_tensors(
@@ -170,7 +169,9 @@ class JoinedLinear:
         unit = GROUP if self.weight.dim() == 3 else 1
         weights = self.weight.split_with_sizes([width // unit for width in self.widths])
         is_shared = self.scale.dim() == 0
-        scales = [self.scale] * len(weights) if is_shared else self.scale.split_with_sizes(self._scale_rows)
+        scale_unit = unit if self.first.is_4bit else 1  # scales are packed only with codes of 4 bits
+        scale_rows = [rows // scale_unit for rows in self._scale_rows]
+        scales = [self.scale] * len(weights) if is_shared else self.scale.split_with_sizes(scale_rows)
         vectors = self.global_scale, self.bias
         rows = [[None] * len(scales) if v is None else v.split_with_sizes(self.widths) for v in vectors]
         for layer, weight, scale, *row in zip(self._by_name.values(), weights, scales, *rows, strict=True):

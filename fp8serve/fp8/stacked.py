@@ -17,12 +17,14 @@ from fp8serve.fp8.change_tracking import track_children
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import JoinedLinear, can_join, have_whole_blocks
 from fp8serve.fp8.ops.arithmetic import E8M0, SATURATION_LIMIT
+from fp8serve.fp8.ops.four_bit import pack_4bit_into
 from fp8serve.fp8.ops.grouped import expert_of_rows
 from fp8serve.fp8.ops.packing import is_packable, pack_into
 
 E4M3 = torch.float8_e4m3fn
 _grouped_mlp = torch.ops.fp8serve.grouped_mlp.default
 _grouped_mm = torch.ops.fp8serve.grouped_mm.default
+_grouped_mm_4bit = torch.ops.fp8serve.grouped_mm_4bit.default
 _grouped_quantize = torch.ops.fp8serve.grouped_quantize.default
 
 
@@ -31,16 +33,13 @@ def can_stack(experts: Sequence[nn.Module], names: Sequence[str]) -> bool:
     layers = [[expert._modules[name] for name in names] for expert in experts]
     return (
         all(can_join(group) and have_whole_blocks(group) for group in layers)
-        and _supports_grouped_mm(cast(FrozenLinear, layers[0][0]))
+        and _has_grouped_product(cast(FrozenLinear, layers[0][0]))
         and len({_stacking_key(cast(list[FrozenLinear], group)) for group in layers}) == 1
     )
 
 
-def _supports_grouped_mm(layer: FrozenLinear) -> bool:
-    """Returns whether grouped_mm supports the operands: no 4-bit weights, and on a GPU neither inputs in BF16 nor MX
-    blocks."""
-    if layer.is_4bit:
-        return False
+def _has_grouped_product(layer: FrozenLinear) -> bool:
+    """Returns whether there is a grouped product for the operands: not on a GPU for inputs in BF16, nor MX blocks."""
     is_mx = layer.weight_scale_inv.dtype is E8M0
     return not layer.weight_q.is_cuda or (layer.input_spec.is_fp8 and not is_mx)
 
@@ -72,6 +71,8 @@ class StackedExperts:
         self._scale = torch.stack([x.scale if x.scale.dim() else x.scale.expand(len(x.weight), 1) for x in stacked])
         biases = [expert.bias for expert in stacked if expert.bias is not None]
         self._bias = torch.stack(biases) if biases else None
+        global_scales = [expert.global_scale for expert in stacked if expert.global_scale is not None]
+        self._global_scale = torch.stack(global_scales) if global_scales else None
         scales = [expert.first.input_scale for expert in stacked if expert.first.input_scale is not None]
         self._input_scale = torch.stack(scales) if scales else None
         self._input_scale_inv = None if self._input_scale is None else self._input_scale.reciprocal()
@@ -86,6 +87,9 @@ class StackedExperts:
         [E]."""
         q, scale_inv = self._quantize(x, offsets)
         dtype = self._first.out_dtype or x.dtype
+        if self._first.is_4bit:
+            weights = self._weights, self._scale, self._global_scale
+            return cast(Tensor, _grouped_mm_4bit(q, *weights, offsets, self._bias).to(dtype))
         return cast(Tensor, _grouped_mm(q, self._weights, scale_inv, self._scale, offsets, self._bias, dtype))
 
     @property
@@ -134,7 +138,11 @@ class StackedExperts:
     @torch.no_grad()
     def pack(self, out: Tensor) -> None:
         """Packs all weights into `out`; see `FrozenLinear.pack`."""
-        self._matrix = pack_into(self._matrix, out)
+        if self._first.is_4bit:
+            self._matrix, scale = pack_4bit_into(self._matrix, self._scale.flatten(0, 1), out)
+            self._scale = scale.view(len(self._experts), -1, *scale.shape[1:])
+        else:
+            self._matrix = pack_into(self._matrix, out)
         self._share_tensors()
 
     @property
@@ -181,8 +189,8 @@ class StackedExperts:
         matrix = self._matrix
         self._weights = matrix.view(len(self._experts), -1, *matrix.shape[1:])
         for i, expert in enumerate(self._experts):
-            bias = None if self._bias is None else self._bias[i]
-            expert.move_weight(self._weights[i], self._scale[i], bias)
+            global_scale, bias = (None if t is None else t[i] for t in (self._global_scale, self._bias))
+            expert.move_weight(self._weights[i], self._scale[i], global_scale, bias)
             expert.move_input_tensors(self._amax[i], self._saturated[i], *self._input_scales(i))
         self._changed.clear()
 

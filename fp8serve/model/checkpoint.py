@@ -234,7 +234,7 @@ class _Freezer:
         if isinstance(self.source, ScalingCheckpoint):
             return self._from_scales(linear, self.source)
         if self.recipe is not None and self.source == "recipe":
-            specs, stored = self.recipe.specs.linear, self.checkpoint.fp8_matrix(linear)
+            specs, stored = self.recipe.specs.linear, self.checkpoint.quantized_matrix(linear)
             if specs["weight"].is_4bit and stored is not None and stored.specs[1].name == specs["weight"].name:
                 return self._frozen(linear, replace(stored, input_spec=specs["input"].for_serving()))
             check_whole_blocks(self.recipe, self.checkpoint.shapes[f"{linear}.weight"][1], linear)
@@ -278,9 +278,12 @@ class _Freezer:
 
     def _frozen(self, linear: str, matrix: StoredLinear) -> FrozenLinear:
         bias, global_scale = f"{linear}.bias", matrix.weight_global_scale
+        weight = matrix.weight_q.to(self.device).contiguous()
+        if weight.data_ptr() != matrix.weight_q.data_ptr():  # copied, as alternating rows of a stack are
+            release_pages(matrix.weight_q)
         return FrozenLinear(
-            matrix.weight_q.to(self.device),
-            matrix.weight_scale_inv.to(self.device),
+            weight,
+            matrix.weight_scale_inv.to(self.device).contiguous(),
             self._parameter(bias) if bias in self.checkpoint else None,
             None if matrix.input_scale is None else matrix.input_scale.to(self.device),
             matrix.input_spec,

@@ -210,7 +210,8 @@ def _serves_4_bits(model_dir: Path) -> bool:
     groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     weights = [group.get("weights") for group in groups]
     has_4bit_group = any(isinstance(args, dict) and args.get("num_bits") == 4 for args in weights)
-    return has_4bit_group or str(config.get("quant_algo")).upper().endswith(("NVFP4", "MXFP4"))
+    is_mxfp4 = config.get("quant_method") == "mxfp4"
+    return has_4bit_group or is_mxfp4 or str(config.get("quant_algo")).upper().endswith(("NVFP4", "MXFP4"))
 
 
 def _tensors(model_dir: Path, config: AnyConfig) -> Iterator[_Tensor]:

@@ -203,12 +203,14 @@ class Checkpoint(Mapping[str, Tensor]):
         """Whether the directory is quantized but its linear layers run in high precision.
 
         That is so if only the KV cache or matrices that are no linear layers are quantized, or if MX blocks became
-        BF16.
+        BF16. It is also so for a gpt-oss that was dequantized and kept its quantization_config.
         """
-        quantization, only_matrices = self.quantization, bool(self.quantized_matrices) and not self.quantized_linears
+        quantization = self.quantization
         if quantization is None:
             return False
-        return not quantization.groups or only_matrices or isinstance(self.shards, MxShards)
+        if not self.quantized_linears and (self.quantized_matrices or quantization.producer == "mxfp4"):
+            return True
+        return not quantization.groups or isinstance(self.shards, MxShards)
 
     @property
     def has_scales(self) -> bool:

@@ -7,8 +7,10 @@ from torch import Tensor
 from fp8serve.fp8.ops import four_bit, reference
 from fp8serve.fp8.ops.arithmetic import E8M0
 from fp8serve.fp8.ops.four_bit import E4M3, packed_shapes, random_4bit
+from fp8serve.fp8.ops.grouped import expert_row_ranges
 from fp8serve.model.formats.microscaling import mxfp4
 from tests.csrc.helpers import assert_bits_equal, assert_fp8_equal
+from tests.csrc.test_grouped import COUNTS, offsets_of
 
 OPS = torch.ops.fp8serve
 FORMATS = (E4M3, E8M0)
@@ -142,12 +144,45 @@ def test_threads_change_nothing(threads, count):
     assert_bits_equal(OPS.mm_4bit(x, *pack(*weight), None, None), expected)
 
 
+def stack(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("shape", [(48, 96), (144, 1120), (32, 2304), (17, 64)])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("scale_per", ["expert", "row", "none"])
+def test_grouped_products_are_those_of_each_expert(level, shape, counts, dtype, is_packed, scale_per):
+    """Experts without rows have NaN as scales, which must not reach the result of another expert."""
+    (n, k), rows, make = shape, COUNTS[counts], torch.Generator().manual_seed(3)
+    experts, is_packed = len(rows), is_packed and n % 16 == 0
+    weights = [weight_of(n, k, dtype, 10 * e) for e in range(experts)]
+    for (_, scales), count in zip(weights, rows, strict=True):
+        scales.view(torch.uint8)[:] = scales.view(torch.uint8) if count else 255
+    x, bias = torch.randn(sum(rows), k, generator=make).bfloat16(), torch.randn(experts, n, generator=make)
+    shapes = {"expert": (experts,), "row": (experts, n)}
+    has_scale = scale_per != "none" and dtype == E4M3
+    global_scale = torch.rand(shapes[scale_per], generator=make) + 0.5 if has_scale else None
+    parts = [
+        product(x[i:j], *weights[e], None if global_scale is None else global_scale[e], bias[e])
+        for e, (i, j) in enumerate(expert_row_ranges(offsets_of(rows)))
+    ]
+    operand = map(stack, zip(*(pack(*w) if is_packed else w for w in weights), strict=True))
+    assert_bits_equal(OPS.grouped_mm_4bit(x, *operand, global_scale, offsets_of(rows), bias), torch.cat(parts))
+
+
 X = torch.ones(1, 32).bfloat16()
 CODES, SCALES, MX_SCALES = (
     torch.zeros(16, 16, dtype=torch.uint8),
     torch.ones(16, 2).to(E4M3),
     torch.ones(16, 1).to(E8M0),
 )
+
+
+def grouped(codes=CODES[None], scales=SCALES[None], global_scale=None, offsets=(1,), bias=None):
+    return OPS.grouped_mm_4bit(X, codes, scales, global_scale, torch.tensor(offsets, dtype=torch.int32), bias)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +198,14 @@ CODES, SCALES, MX_SCALES = (
         (lambda: OPS.mm_4bit(X, CODES, SCALES, torch.ones(3), None), "global_scale: dim 0 is 3, must be N = 16"),
         (lambda: OPS.mm_4bit(X, CODES, SCALES, None, torch.ones(3)), "bias: dim 0 is 3, must be N = 16"),
         (lambda: OPS.mm_4bit(X, *pack(CODES, SCALES)[:1], SCALES, None, None), "scales: has 2 dimensions, must have 3"),
+        (lambda: grouped(CODES[None, :, :8]), "codes: dim 2 is 8, must be K / 2 = 16"),
+        (lambda: grouped(scales=MX_SCALES[None, :5]), "scales: dim 1 is 5, must be N = 16"),
+        (lambda: grouped(CODES), "codes: has 2 dimensions, must have 3"),
+        (lambda: grouped(offsets=[2]), "offsets: ends at 2, must end at the number of rows, 1"),
+        (lambda: grouped(offsets=[0, 1]), "offsets: dim 0 is 2, must be E = 1"),
+        (lambda: grouped(global_scale=torch.ones(2)), "global_scale: dim 0 is 2, must be E = 1"),
+        (lambda: grouped(global_scale=torch.ones(1, 3)), "global_scale: dim 1 is 3, must be N = 16"),
+        (lambda: grouped(bias=torch.ones(16)), "bias: has 1 dimensions, must have 2"),
         (lambda: OPS.pack_4bit(CODES[:15], SCALES[:15], *pack(CODES, SCALES)), "a multiple of 16 rows"),
         (lambda: OPS.pack_4bit(CODES, SCALES, CODES, SCALES), "out_codes: has 2 dimensions, must have 3"),
     ],

@@ -159,6 +159,7 @@ def test_only_bf16_products_need_bf16() -> None:
         "nvfp4_mm",
         "mm_4bit",
         "grouped_mm",
+        "grouped_mm_4bit",
         "grouped_mlp",
         "paged_attention",
         "attention_backward",

@@ -13,6 +13,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.network.experts import Mixture
+from tests.model.test_experts import write_gpt_oss
 
 from .test_fused import MODES, make_engine
 from .test_oracle import TEXT, learn
@@ -58,7 +59,7 @@ def packed(engine: Engine) -> bool:
 
 @pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "weights in NVFP4"])  # these are not grouped
+@pytest.mark.parametrize("mode", MODES)
 def test_grouped_experts_equal_experts_called_one_by_one(
     kind: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,24 @@ def test_grouped_experts_equal_experts_called_one_by_one(
     columns = ("name", "amax", "saturated", "saturation")
     for engine in (grouped, fast):
         assert [[r[c] for c in columns] for r in engine.scales()] == [[r[c] for c in columns] for r in plain.scales()]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_experts_in_mxfp4_have_the_bits_of_their_weights_in_bf16(
+    packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss as published: its experts stay in 4 bits, which `weight_bytes` shows."""
+    monkeypatch.setattr(packing, "worth_packing", lambda: packs)
+    expected = write_gpt_oss(tmp_path)
+    wide, narrow = (Engine(tmp_path, recipe=recipe, max_num_seqs=4) for recipe in ("bf16", "stored"))
+    assert all(mixture.experts.stacks() for mixture in mixtures(narrow))
+    prompts = [list(range(3, 40)), [5, 9], list(range(20, 29))]
+    outputs = [logits_and_tokens(engine, prompts, 12) for engine in (wide, narrow)]
+    assert all(map(torch.equal, *outputs))
+    assert packed(narrow) is packs
+    elements = sum(weight.numel() for weight in expected.values())
+    saved = wide.info()["weight_bytes"] - narrow.info()["weight_bytes"]
+    assert saved == pytest.approx(elements * (2 - 4.25 / 8), rel=0.03)
 
 
 def learner(kind: str, path: Path) -> Any:

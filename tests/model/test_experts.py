@@ -10,8 +10,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fp8serve.errors import ModelError
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
+from fp8serve.model.device import estimate_weight_memory
+from fp8serve.model.format_conversion import convert_format
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.experts import Mixture
 from fp8serve.model.transformers_export import export
@@ -266,17 +269,79 @@ def write_gpt_oss(folder: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
-def test_mxfp4_experts_are_dequantized_as_they_are_read(tmp_path: Path) -> None:
+def test_mxfp4_experts_are_read_exactly_and_stay_in_4_bits(tmp_path: Path) -> None:
     expected, checkpoint = write_gpt_oss(tmp_path), open_checkpoint(tmp_path)
-    assert not checkpoint.quantized_linears
     assert len(expected) == 4 * 7 * 3
+    assert {f"{linear}.weight" for linear in checkpoint.quantized_linears} == expected.keys()
     for name, values in expected.items():
-        assert checkpoint[name].dtype == torch.bfloat16
         assert torch.equal(checkpoint[name].float(), values)
-    served = load_servable(tmp_path)
-    assert torch.equal(
-        served.model.layers[0].mlp.experts[3].up_proj.weight, checkpoint["model.layers.0.mlp.experts.3.up_proj.weight"]
-    )  # type: ignore[union-attr, index, operator]
+    served: Any = load_servable(tmp_path)
+    for leaf in ("gate_proj", "up_proj", "down_proj"):
+        layer = getattr(served.model.layers[0].mlp.experts[3], leaf)
+        assert layer.is_4bit
+        assert layer.weight_q.is_contiguous()
+        weight = layer.quantized_weight.dequantize()
+        assert torch.equal(weight, expected[f"model.layers.0.mlp.experts.3.{leaf}.weight"])
+    assert not [finding for finding in verify(tmp_path) if finding.severity == "error"]
+
+
+def test_mxfp4_experts_are_converted_to_single_ones(tmp_path: Path) -> None:
+    expected = write_gpt_oss(tmp_path / "m")
+    convert_format(tmp_path / "m", tmp_path / "out", "compressed-tensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mxfp4-pack-quantized"
+    assert "model.layers.0.self_attn.q_proj" in config["ignore"]
+    checkpoint = open_checkpoint(tmp_path / "out")
+    assert {f"{linear}.weight" for linear in checkpoint.quantized_linears} == expected.keys()
+    assert all(torch.equal(checkpoint[name], values) for name, values in expected.items())
+    before, after = (all_logits(load_servable(tmp_path / folder), IDS) for folder in ("m", "out"))
+    assert torch.equal(before, after)
+    estimates = [estimate_weight_memory(tmp_path / folder, "stored").served for folder in ("m", "out")]
+    assert estimates[0] == estimates[1]
+    wide = estimate_weight_memory(tmp_path / "m", "bf16").served
+    elements = sum(values.numel() for values in expected.values())
+    assert wide - estimates[0] == elements * 2 - elements * 17 // 32
+
+
+def test_a_dequantized_gpt_oss_that_kept_its_configuration_is_served_in_bf16(tmp_path: Path) -> None:
+    make_model("gpt-oss", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    assert not isinstance(load_servable(tmp_path).get_submodule("model.layers.0.mlp.experts.3.up_proj"), FrozenLinear)
+
+
+DAMAGE: dict[str, tuple[str, Any, str, str]] = {
+    "exponent NaN": ("gate_up_proj_scales", lambda t: t.index_fill(1, torch.tensor(5), 255), "NaN or an exp", "nan"),
+    "exponent too large": (
+        "down_proj_scales",
+        lambda t: t.index_fill(1, torch.tensor(5), 254),
+        "NaN or an exp",
+        "impl",
+    ),
+    "type of scales": ("down_proj_scales", lambda t: t.bfloat16(), "is bfloat16; the scales of 4-bit", "missing"),
+    "type of blocks": ("down_proj_blocks", lambda t: t.to(torch.int8), r"has the shape \[64, 48\]", ""),
+    "no scales": ("down_proj_scales", lambda t: None, "which is not that of 7 experts", "missing"),
+    "no blocks": ("down_proj_blocks", lambda t: None, "down_proj_scales', whose meaning is not known", "unknown"),
+    "order": ("down_proj_blocks", lambda t: t & 0x99, "", "impl"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_mxfp4_stacks_are_refused_or_found(name: str, tmp_path: Path) -> None:
+    """A changed order of codes is no error of reading; `verify` finds it."""
+    suffix, change, message, check = DAMAGE[name]
+    write_gpt_oss(tmp_path / "m")
+    file, key = tmp_path / "m" / "model.safetensors", f"model.layers.1.mlp.experts.{suffix}"
+    tensors = load_file(file)
+    changed = change(tensors.pop(key))
+    save_file(tensors | ({} if changed is None else {key: changed}), file, {"format": "pt"})
+    errors = [finding for finding in verify(tmp_path / "m") if finding.severity == "error"]
+    assert not check or any(finding.check.startswith(check) for finding in errors)
+    if message:
+        for work in (load_servable, lambda path: convert_format(path, tmp_path / "out", "compressed-tensors")):
+            with pytest.raises(ModelError, match=message):
+                work(tmp_path / "m")
+        assert not (tmp_path / "out").exists()
 
 
 def test_mxfp4_logits_are_those_of_transformers(tmp_path: Path) -> None:

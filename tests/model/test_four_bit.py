@@ -109,6 +109,7 @@ FILES: dict[str, tuple[dict[str, Any], Make]] = {
         lambda weight: mxfp4(weight, "compressed-tensors"),
     ),
     "modelopt MXFP4": (modelopt("MXFP4") | {"group_size": 32}, lambda weight: mxfp4(weight, "modelopt")),
+    "mxfp4": ({"quant_method": "mxfp4"}, lambda weight: mxfp4(weight, "compressed-tensors")),
 }
 WITH_INPUTS = ("compressed-tensors NVFP4", "modelopt NVFP4", "modelopt MXFP4")
 
@@ -148,7 +149,7 @@ def test_weights_are_read_exactly_and_stay_in_4_bits(file: str, tmp_path: Path) 
     assert sorted(checkpoint.quantized_linears) == sorted(checkpoint.linears)
     for name, weight in expected.items():
         assert torch.equal(checkpoint[name], weight)
-    spec = MXFP4 if "MX" in file else NVFP4
+    spec = NVFP4 if "NV" in file else MXFP4
     matrix = checkpoint.quantized_matrix(LINEAR)
     assert matrix is not None
     assert matrix.specs == (UNQUANTIZED, spec)
@@ -166,16 +167,15 @@ def test_weights_are_read_exactly_and_stay_in_4_bits(file: str, tmp_path: Path) 
 def test_inspect_names_the_format_and_the_second_scale(file: str, tmp_path: Path) -> None:
     write(tmp_path / "m", file)
     report = inspect(tmp_path / "m")
-    assert f"with 14 {'MXFP4' if 'MX' in file else 'NVFP4'} linear layers" in report["holds"]
+    assert f"with 14 {'NVFP4' if 'NV' in file else 'MXFP4'} linear layers" in report["holds"]
     assert report["problem"] is None
     assert any("inputs of 4 bits" in note for note in report["notes"]) is (file in WITH_INPUTS)
     assert (MODELOPT_4BIT_NOTE in report["notes"]) is file.startswith("modelopt")
     scales = {scale["key"]: scale for scale in report["scales"] if scale["tensor"].startswith(LINEAR)}
     assert not any(scale["problem"] for scale in scales.values())
     seconds = [scale["direction"] for key, scale in scales.items() if key.endswith(("global_scale", "scale_2"))]
-    expected = {"compressed-tensors": "quantizes", "modelopt": "dequantizes"}[file.split()[0]]
-    assert ("MX" in file) is (not seconds)
-    assert expected in seconds or not seconds
+    assert ("NV" in file) is bool(seconds)
+    assert ("dequantizes" if file.startswith("modelopt") else "quantizes") in seconds or not seconds
     assert all("stay in BF16" in scale["origin"] for key, scale in scales.items() if ".input_" in key)
 
 
@@ -190,15 +190,14 @@ def test_the_engine_says_that_inputs_are_not_in_4_bits(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("file", ["compressed-tensors MXFP4A16", "modelopt MXFP4"])
+@pytest.mark.parametrize("file", ["compressed-tensors MXFP4A16", "modelopt MXFP4", "mxfp4"])
 def test_mxfp4_in_4_bits_answers_with_the_bits_of_the_weights_in_bf16(file: str, tmp_path: Path) -> None:
     write(tmp_path / "m", file)
     outputs = []
-    for config in (FILES[file][0], {"quant_method": "mxfp4"}):  # without groups, the second is widened
-        edit(tmp_path / "m", quantization_config=config)
-        model = load(tmp_path / "m", EngineOptions(recipe="stored")).runner.model
+    for recipe in ("stored", "bf16"):
+        model = load(tmp_path / "m", EngineOptions(recipe=recipe)).runner.model
         layer = model.get_submodule(LINEAR)
-        assert isinstance(layer, FrozenLinear) is (config == FILES[file][0])
+        assert isinstance(layer, FrozenLinear) is (recipe == "stored")
         outputs.append(layer(_input()))
     assert torch.equal(*outputs)
 

@@ -255,7 +255,9 @@ def test_what_is_written_is_what_is_served(format_: str, tmp_path: Path) -> None
 def test_the_engine_says_that_mxfp4_weights_without_a_group_run_in_bf16(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_mx(tmp_path / "m", 4, {"quant_method": "mxfp4"}, "weight_scale", False)
+    config = compressed("MXFP4A16", "mxfp4-pack-quantized")
+    config["config_groups"]["g"]["targets"] = ["lm_head"]
+    write_mx(tmp_path / "m", 4, config, "weight_scale", False)
     with caplog.at_level(logging.WARNING, "fp8serve.engine"):
         load(tmp_path / "m", EngineOptions(recipe="stored"))
     assert "are in MX blocks of 32 and run in BF16" in caplog.text

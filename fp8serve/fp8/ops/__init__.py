@@ -19,7 +19,7 @@ from fp8serve.errors import RecipeError
 
 # ruff: isort: off
 # Families in the order in which backends() lists their ops. The libraries come last, because ops must be defined first.
-from fp8serve.fp8.ops import casts, gemm, packing, microscaling, four_bit, nvfp4, grouped, delayed  # noqa: F401
+from fp8serve.fp8.ops import casts, gemm, packing, microscaling, grouped, four_bit, nvfp4, delayed  # noqa: F401
 from fp8serve.fp8.ops import elementwise, fused_casts, mixture, attention, sampling, monitored_casts  # noqa: F401
 from fp8serve.fp8.ops.libraries import (
     LEVELS,

@@ -14,6 +14,9 @@ Packed weights have the order in which csrc/cpu/gemm_4bit_avx512bf16.cpp reads t
     codes   uint8 [N/16, K/8, 64]: of every 8 columns those of 16 rows; a row's 8 codes are k = 0, 2, 4, 6, 1, 3, 5, 7
     scales  NVFP4: [N/16, K/16, 16], MXFP4: [N/16, 1 + K/32, 16], one byte for each of 16 rows, of the same dtype
 
+`grouped_mm_4bit` multiplies rows that are sorted by expert, as `grouped_mm` does (grouped.py), by the weights of their
+experts: codes, scales, a global scale and a bias with a first dimension E. It is a loop of `mm_4bit` over the experts.
+
 The bytes of packed scales are distances, so that a kernel finds the bits of a BF16 by a subtraction: of NVFP4 the
 distance in eighths of an exponent from 2^9, of MXFP4 the exponent below that of the row, which comes first. Packing
 keeps every product, but not every code: a block whose scale is zero has zeros, one whose scale is negative has the
@@ -28,6 +31,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import E8M0, MX_BLOCK
 from fp8serve.fp8.ops.gemm import _apply_scales
+from fp8serve.fp8.ops.grouped import OFFSETS, expert_row_ranges
 from fp8serve.fp8.ops.inputs import fake_nothing, grid_cases, random_mx_scales, random_normal
 from fp8serve.fp8.ops.microscaling import MAX_SHIFT, MIN_ROW_CODE
 from fp8serve.fp8.ops.microscaling import widen as widen_mx
@@ -172,7 +176,38 @@ def mm_4bit(
 
 
 def _fake_mm(x: Tensor, codes: Tensor, *rest: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], codes.shape[0] * (GROUP if codes.dim() == 3 else 1)))
+    return x.new_empty((x.shape[0], _rows_of(codes)))
+
+
+def grouped_mm_4bit(
+    ops: Any,
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Multiplies x BF16 [T, K], sorted by expert, by weights in 4 bits [E, N, K], which may be packed on a CPU; returns
+    BF16 [T, N].
+
+    `offsets` int32 [E] are the ends of the experts' rows. `global_scale` is FP32 [E] or [E, N], and None for MXFP4;
+    `bias` is [E, N].
+    """
+    out = x.new_empty((len(x), _rows_of(codes[0])))
+    for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
+        if begin < end:
+            scale, expert_bias = (None if t is None else t[expert] for t in (global_scale, bias))
+            out[begin:end] = ops.mm_4bit(x[begin:end], codes[expert], scales[expert], scale, expert_bias)
+    return out
+
+
+def _rows_of(codes: Tensor) -> int:
+    return int(codes.shape[0]) * (GROUP if codes.dim() == 3 else 1)
+
+
+def _fake_grouped(x: Tensor, codes: Tensor, *rest: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], codes.shape[1] * (GROUP if codes.dim() == 4 else 1)))
 
 
 def random_4bit(rows: int, columns: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
@@ -229,5 +264,36 @@ define_composed(
     mm_4bit,
     fake=_fake_mm,
     cases=partial(grid_cases, "{} {} packed {}", _mm_case, _SHAPES, BLOCK_OF, (False, True)),
+    kernel_devices=("cpu",),
+)
+
+
+def stacked_4bit(experts: int, rows: int, columns: int, dtype: torch.dtype, is_packed: bool) -> tuple[Tensor, Tensor]:
+    """Returns `random_4bit` of every expert, stacked and perhaps packed."""
+    weights = [random_4bit(rows, columns, dtype, 11 + 2 * expert) for expert in range(experts)]
+    codes, scales = zip(*(packed_4bit(*weight) if is_packed else weight for weight in weights), strict=True)
+    return torch.stack(codes), torch.stack([scale.view(torch.uint8) for scale in scales]).view(dtype)
+
+
+def _grouped_case(where: str, shape: tuple[int, int], dtype: torch.dtype, is_packed: bool) -> tuple[Any, ...]:
+    """Returns arguments with a bias and, of NVFP4, a global scale for each row if N is odd times 16."""
+    (n, k), offsets = shape, torch.tensor(OFFSETS[where], dtype=torch.int32)
+    rows, experts, has_bias = int(offsets[-1]), len(offsets), bool(n // GROUP % 2)
+    noise = torch.Generator().manual_seed(5)
+    scale_shape = (experts, n) if has_bias else (experts,)
+    global_scale = None if dtype == E8M0 else torch.exp2(torch.randn(scale_shape, generator=noise))
+    bias = torch.linspace(-2, 2, experts * n).view(experts, n) if has_bias else None
+    weights = stacked_4bit(experts, n, k, dtype, is_packed)
+    return random_normal(rows, k, torch.bfloat16), *weights, global_scale, offsets, bias
+
+
+define_composed(
+    "grouped_mm_4bit(Tensor x, Tensor codes, Tensor scales, Tensor? global_scale, Tensor offsets, Tensor? bias)"
+    " -> Tensor",
+    grouped_mm_4bit,
+    fake=_fake_grouped,
+    cases=partial(
+        grid_cases, "{}, {} {} packed {}", _grouped_case, OFFSETS, ((48, 96), (32, 1120)), BLOCK_OF, (False, True)
+    ),
     kernel_devices=("cpu",),
 )

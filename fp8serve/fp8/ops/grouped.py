@@ -92,7 +92,7 @@ def _fake_grouped(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty((a.shape[0], _columns(b)), dtype=rest[-1])
 
 
-_OFFSETS = {  # of 5 experts
+OFFSETS = {  # of 5 experts
     "even": (3, 6, 9, 12, 15),
     "some idle": (0, 1, 1, 9, 9),
     "one row": (0, 0, 0, 1, 1),
@@ -114,7 +114,7 @@ def _shapes(kind: str, rows: int, experts: int, n: int, k: int) -> tuple[tuple[i
 def grouped_case(
     where: str, kind: str, shape: tuple[int, int], a: torch.dtype, packed: bool, out: torch.dtype
 ) -> tuple[Any, ...]:
-    (n, k), offsets = shape, torch.tensor(_OFFSETS[where], dtype=torch.int32)
+    (n, k), offsets = shape, torch.tensor(OFFSETS[where], dtype=torch.int32)
     rows, experts = int(offsets[-1]), len(offsets)
     noise = torch.Generator().manual_seed(3)
     if kind == "mx":
@@ -132,7 +132,7 @@ def grouped_case(
 def _cases() -> list[Case]:
     e4m3, e5m2 = FP8_MAX
     grid = [
-        *product(_OFFSETS, _KINDS, [(33, 200)], [e4m3], [False], [torch.float32]),
+        *product(OFFSETS, _KINDS, [(33, 200)], [e4m3], [False], [torch.float32]),
         *product(["some idle"], _KINDS, [(144, 288)], [e5m2, torch.bfloat16], [False, True], [torch.bfloat16]),
     ]
     return [
@@ -183,7 +183,7 @@ def _fake_wgrad(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 
 
 def wgrad_case(where: str, kind: str, n: int, k: int, a: torch.dtype, out: torch.dtype) -> tuple[Any, ...]:
-    offsets = torch.tensor(_OFFSETS[where], dtype=torch.int32)
+    offsets = torch.tensor(OFFSETS[where], dtype=torch.int32)
     columns, experts = int(offsets[-1]), len(offsets)
     num_blocks = sum(blocks(end - begin) for begin, end in expert_row_ranges(offsets))
     noise = torch.Generator().manual_seed(4)
@@ -200,7 +200,7 @@ def wgrad_case(where: str, kind: str, n: int, k: int, a: torch.dtype, out: torch
 def _wgrad_cases() -> list[Case]:
     kinds = ("expert", "row", "block", "tensor, expert", "block, row")
     grid = [
-        *product(_OFFSETS, kinds, [(33, 70)], [torch.float8_e4m3fn], [torch.float32]),
+        *product(OFFSETS, kinds, [(33, 70)], [torch.float8_e4m3fn], [torch.float32]),
         *product(["many rows"], kinds, [(144, 130)], [torch.float8_e5m2], [torch.bfloat16]),
     ]
     return [
@@ -231,7 +231,7 @@ def _fake_grouped_cast(x: Tensor, scale: Tensor, offsets: Tensor, dtype: torch.d
 
 
 def _cast_case(where: str, cols: int, dtype: torch.dtype, out: torch.dtype) -> tuple[Any, ...]:
-    offsets = torch.tensor(_OFFSETS[where], dtype=torch.int32)
+    offsets = torch.tensor(OFFSETS[where], dtype=torch.int32)
     x = tiled_noise(int(offsets[-1]), cols, dtype)
     return x, torch.exp2(torch.arange(len(offsets)).float() - 2), offsets, out
 
@@ -241,7 +241,7 @@ define(
     "grouped_quantize(Tensor x, Tensor scale, Tensor offsets, ScalarType dtype) -> (Tensor q, Tensor amax)",
     grouped_quantize,
     fake=_fake_grouped_cast,
-    cases=partial(grid_cases, "{}, {} columns {} {}", _cast_case, _OFFSETS, (64, BLOCK + 3), _DTYPES, FP8_MAX),
+    cases=partial(grid_cases, "{}, {} columns {} {}", _cast_case, OFFSETS, (64, BLOCK + 3), _DTYPES, FP8_MAX),
 )
 
 

@@ -229,7 +229,10 @@ def _ct_scheme(group: Fields) -> Scheme:
     if weights.boolean("symmetric") is False:
         raise _unsupported(name, "weights", f"asymmetric {spec.name}")
     inputs = group.object("input_activations")
-    if inputs is not None and spec == NVFP4 and _ct_4bit(inputs) == NVFP4 and inputs.raw("dynamic") is True:
+    has_inputs = inputs is not None and spec == NVFP4 == _ct_4bit(inputs) and inputs.raw("dynamic") is True
+    if spec == NVFP4:
+        spec = _with_scale_choice(spec, weights.object("observer_kwargs"))
+    if has_inputs:
         return Scheme(name, NVFP4_INPUT, spec)
     return Scheme(name, UNQUANTIZED, spec, drops_inputs=inputs is not None)
 
@@ -238,8 +241,7 @@ def _ct_4bit(args: Fields) -> QuantSpec | None:
     """Returns MXFP4 or NVFP4, or None if weights or inputs have another format."""
     kind = tuple(args.raw(key) for key in ("num_bits", "type", "strategy", "group_size"))
     specs = (MXFP4, NVFP4)
-    spec = next((s for s in specs if kind == (4, "float", CT_WEIGHTS[s.granularity], s.block[1])), None)
-    return _with_scale_choice(spec, weights.object("observer_kwargs")) if spec == NVFP4 else spec
+    return next((s for s in specs if kind == (4, "float", CT_WEIGHTS[s.granularity], s.block[1])), None)
 
 
 def _with_scale_choice(spec: QuantSpec, record: Fields | None) -> QuantSpec:
@@ -333,10 +335,10 @@ def _fp8_ignored(config: Fields) -> tuple[str, ...]:
 
 
 def _mx(config: Fields) -> Quantization:
-    """Reads `quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32. Layers in MXFP4 run in BF16."""
+    """Reads `quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32. Layers in MXFP4 have inputs in BF16."""
     method = config.text("quant_method") or "mx"
-    groups = () if method == "mxfp4" else (((CLASS,), Scheme(method, MXFP8)),)
-    return Quantization(groups, _fp8_ignored(config), method)
+    scheme = Scheme(method, UNQUANTIZED, MXFP4) if method == "mxfp4" else Scheme(method, MXFP8)
+    return Quantization((((CLASS,), scheme),), _fp8_ignored(config), method)
 
 
 def _modelopt(config: Fields) -> Quantization:

@@ -6,9 +6,9 @@
 | MXFP4  | `weight_packed`, uint8 [N, K / 2], the lower half first | under one of the names in `_SCALE_SUFFIXES` |
 |        | the same under the name `weight`, as ModelOpt writes it |                                     |
 
-MXFP8 weights of the layers that a quantization configuration names are served as they are (fp8/ops/microscaling.py).
-Reading does not depend on the rule by which a project rounds a scale, because the scale is in the file. Other MXFP8
-weights, and MXFP4 weights, become BF16, without a loss. An E8M0 number is the power of two 2^(bits - 127), or NaN if
+Weights of the layers that a quantization configuration names are served as they are (fp8/ops/microscaling.py and
+four_bit.py). Reading does not depend on the rule by which a project rounds a scale, because the scale is in the file.
+Other weights in MX blocks become BF16, without a loss. An E8M0 number is the power of two 2^(bits - 127), or NaN if
 all bits are set (OCP Microscaling Formats 1.0). A tensor is recognized by its type and shape, never by its name alone.
 """
 

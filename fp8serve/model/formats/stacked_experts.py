@@ -16,9 +16,8 @@ In gpt-oss files, the rows of gate and up alternate, and weights are in MXFP4 or
     P.experts.gate_up_proj_bias    BF16 [E, 2 I]
     P.experts.gate_up_proj         BF16 [E, H, 2 I]            instead of blocks and scales: the weight transposed
 
-`down_proj` has the same tensors, [E, H, I / 32, 16] and so on, without alternating rows. A weight is dequantized when
-it is read. BF16 represents every MXFP4 value exactly (OCP Microscaling Formats 1.0, sections 5.3.3 and 6.3). fp8serve
-writes no stacks.
+`down_proj` has the same tensors, [E, H, I / 32, 16] and so on, without alternating rows. An expert's weight and scales
+are views of a stack, with its codes as other files have them: U8 [I, H / 2] and [I, H / 32]. fp8serve writes no stacks.
 """
 
 import math
@@ -35,7 +34,6 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8.ops.arithmetic import BLOCK, MX_BLOCK
 from fp8serve.model.config.mixture import Experts
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.formats.microscaling import mxfp4
 from fp8serve.model.storage.shards import ComputedShards, Shards, StoredTensor
 
 _GPT_OSS_STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_bias|)")
@@ -53,24 +51,24 @@ def _split_gpt_oss_stacks(shards: Shards, experts: Experts) -> Shards:
         if match is None:
             continue
         owner, projection, kind = match.groups()
-        leaves, entry = _leaves(projection, experts), entries.pop(source_name)
-        entries.pop(f"{owner}.{projection}_scales", None)
-        rows, columns = _matrix_shape(shards, source_name, kind, experts)
-        is_bias = kind == "_bias"
-        shape = (rows // len(leaves),) if is_bias else (rows // len(leaves), columns)
-        part = replace(entry, dtype=torch.bfloat16 if kind == "_blocks" else entry.dtype, shape=shape, note=None)
-        for expert, (i, leaf) in product(range(experts.count), enumerate(leaves)):
-            name = f"{owner}.{expert}.{leaf}.{'bias' if is_bias else 'weight'}"
-            entries[name] = part
-            computed[name] = partial(_read_gpt_oss_part, shards, source_name, kind, expert, slice(i, None, len(leaves)))
+        leaves = _leaves(projection, experts)
+        for stack, leaf_suffix, shape in _stacks(shards, source_name, kind, experts):
+            part = replace(entries.pop(stack), shape=(shape[0] // len(leaves), *shape[1:]), note=None)
+            for expert, (i, leaf) in product(range(experts.count), enumerate(leaves)):
+                name, rows = f"{owner}.{expert}.{leaf}.{leaf_suffix}", slice(i, None, len(leaves))
+                entries[name], computed[name] = part, partial(_read_gpt_oss_part, shards, stack, kind, expert, rows)
     return ComputedShards(shards, entries, computed)
 
 
-def _matrix_shape(shards: Shards, source_name: str, kind: str, experts: Experts) -> tuple[int, int]:
-    """Returns (out, in) of every expert's matrix. Raises ModelError if the stack has a wrong shape."""
+def _stacks(
+    shards: Shards, source_name: str, kind: str, experts: Experts
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yields a stack, and beside blocks that of their scales: its name, the name of an expert's part, and the shape of
+    the parts of all leaves. Raises ModelError if a stack has a wrong shape."""
     shape = shards.entries[source_name].shape
     dims = {"_blocks": 4, "_bias": 2, "": 3}[kind]
-    scales = shards.entries.get(source_name.replace("_blocks", "_scales"))
+    scales_name = source_name.replace("_blocks", "_scales")
+    scales = shards.entries.get(scales_name)
     is_valid = len(shape) == dims and shape[0] == experts.count
     if kind == "_blocks":
         is_valid = is_valid and shape[3] == MX_BLOCK // 2 and scales is not None and scales.shape == shape[:3]
@@ -80,14 +78,18 @@ def _matrix_shape(shards: Shards, source_name: str, kind: str, experts: Experts)
             f"which is not that of {experts.count} experts."
         )
     if kind == "_blocks":
-        return shape[1], shape[2] * MX_BLOCK
-    return (shape[1], 0) if kind == "_bias" else (shape[2], shape[1])
+        yield source_name, "weight", (shape[1], shape[2] * MX_BLOCK // 2)
+        yield scales_name, "weight_scale", shape[1:3]
+    elif kind == "_bias":
+        yield source_name, "bias", shape[1:]
+    else:
+        yield source_name, "weight", (shape[2], shape[1])
 
 
-def _read_gpt_oss_part(shards: Shards, source_name: str, kind: str, expert: int, rows: slice) -> Tensor:
-    tensor = shards[source_name][expert]
-    if kind == "_blocks":
-        return mxfp4(tensor[rows].flatten(-2), shards[source_name.replace("_blocks", "_scales")][expert][rows])
+def _read_gpt_oss_part(shards: Shards, stack: str, kind: str, expert: int, rows: slice) -> Tensor:
+    tensor = shards[stack][expert]
+    if kind == "_blocks":  # codes [., K / 32, 16] or scales
+        return tensor[rows].flatten(1)
     return tensor[rows].contiguous() if kind == "_bias" else tensor[:, rows].t().contiguous()
 
 

@@ -63,7 +63,9 @@ def release_pages(tensor: Tensor) -> None:
     if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
         return
     start = tensor.data_ptr() - base
-    first, end = -(-start // mmap.PAGESIZE), (start + tensor.nbytes) // mmap.PAGESIZE
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    nbytes = elements * tensor.itemsize if tensor.numel() else 0  # from its first to its last element
+    first, end = -(-start // mmap.PAGESIZE), (start + nbytes) // mmap.PAGESIZE
     if end > first:
         mapped.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE)
 

@@ -63,7 +63,10 @@ def check_order_of_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
         total = misordered = 0
         scale = checkpoint.scale_of(owner, "weight")
         is_tall = scale is not None and packed.spec == NVFP4 and _is_shared_by_rows(checkpoint.shards[scale])
-        for rows in torch.split(checkpoint.shards[packed.key], _ROWS_PER_STEP):
+        codes = checkpoint.shards[packed.key]
+        if codes.dim() == 4:  # gpt-oss' stacks [E, N, K / 32, 16]
+            codes = codes.flatten(2).flatten(0, 1)
+        for rows in torch.split(codes, _ROWS_PER_STEP):
             magnitudes = unpack_codes(rows) & 7
             largest = magnitudes.view(len(rows), -1, int(packed.spec.block[1] or 1)).amax(2)
             if is_tall:

@@ -8,7 +8,16 @@ from fp8serve.model.formats.interop import BLOCKED_INPUT, KV, Scheme
 from fp8serve.model.formats.scales import COPY_TOLERANCE, FILE_NAME, find_problems, read_scales
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX
-from fp8serve.model.verify.raw_checkpoint import FP8, WRITE_AGAIN, Finding, RawCheckpoint, error, is_embedding, warning
+from fp8serve.model.verify.raw_checkpoint import (
+    FP8,
+    WRITE_AGAIN,
+    Finding,
+    RawCheckpoint,
+    error,
+    is_embedding,
+    owner_of_codes,
+    warning,
+)
 
 _EMBEDDINGS = "embed_tokens.weight"
 BLOCK = 128  # rows and columns of a weight that share a scale
@@ -74,7 +83,7 @@ def check_missing_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
         if checkpoint.scale_of(owner, "weight") is None:
             yield error("missing", key, "is FP8 and has no scale", f"add {owner}.weight_scale, or {WRITE_AGAIN}")
     for key in checkpoint.entries:
-        if checkpoint.is_4bit_name(key) and key.rpartition(".")[0] not in checkpoint.packed:
+        if checkpoint.is_4bit_name(key) and owner_of_codes(key) not in checkpoint.packed:
             yield error("missing", key, "is packed and has no scales of 32 or 16 numbers each", WRITE_AGAIN)
 
 
@@ -89,7 +98,7 @@ def check_unscaled_vectors(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 def check_orphaned_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds scales of a weight that is missing or not FP8."""
     quantized = checkpoint.weights.keys() | {key.rpartition(".")[0] for key in checkpoint.mx_scales}
-    quantized |= {key.rpartition(".")[0] for key in checkpoint.entries if checkpoint.is_4bit_name(key)}
+    quantized |= {owner_of_codes(key) for key in checkpoint.entries if checkpoint.is_4bit_name(key)}
     for owner, key in checkpoint.with_role("weight", "input"):
         if owner not in quantized:
             exists = f"{owner}.weight" in checkpoint.entries
@@ -166,8 +175,7 @@ def check_fp8_without_config(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 
 def check_config_without_quantized_weights(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     quantization = checkpoint.quantization
-    has_gpt_oss_experts = any(key.endswith("_blocks") for key in checkpoint.entries)
-    is_quantized = checkpoint.weights or checkpoint.mx_scales or checkpoint.packed or has_gpt_oss_experts
+    is_quantized = checkpoint.weights or checkpoint.mx_scales or checkpoint.packed
     if quantization is not None and quantization.groups and not is_quantized:
         what = f"says that weights are quantized by {quantization.producer}, and none is"
         yield error("config", _CONFIG, what, "remove it, or write the model again")

@@ -34,6 +34,7 @@ WRITE_AGAIN = "download or write it again"
 # The suffixes of the scales of stacked experts, and what they scale.
 _STACK_SUFFIXES: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "input", "_scale_inv": "weight",
                                     "_scale": "weight"}  # fmt: skip
+STACK_SUFFIX = "_blocks"  # of the codes of gpt-oss' stacked experts, [E, N, K / 32, 16]
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "tok_embeddings",
                "token_type_embeddings")  # fmt: skip
 _NOT_SCALES = (".input_scale_ub",)  # a limit of dynamic scales
@@ -155,29 +156,45 @@ class RawCheckpoint:
 
     @cached_property
     def packed(self) -> dict[str, PackedWeight]:
-        """The weights of 4 bits by the names of their modules."""
+        """The weights of 4 bits by the names of their modules, or of the stacks of gpt-oss' experts."""
         result: dict[str, PackedWeight] = {}
-        for key in self.entries:
-            scale = None if not self.is_4bit_name(key) else self.scale_of(key.rpartition(".")[0], "weight")
-            if key in self.mx_scales and self.is_4bit_name(key):
-                result[key.rpartition(".")[0]] = PackedWeight(key, MXFP4)
-            elif scale is not None and self.entries[scale].dtype is torch.float8_e4m3fn:
-                rows, columns = self.entries[key].shape
-                if NVFP4.divides(rows, 2 * columns) and self.entries[scale].shape == NVFP4.scale_shape(
-                    rows, 2 * columns
-                ):
-                    result[key.rpartition(".")[0]] = PackedWeight(key, NVFP4)
+        for key in filter(self.is_4bit_name, self.entries):
+            owner = owner_of_codes(key)
+            scale = self.scale_of(owner, "weight")
+            if key in self.mx_scales:
+                result[owner] = PackedWeight(key, MXFP4)
+            elif scale is not None and self._fits_nvfp4(key, scale):
+                result[owner] = PackedWeight(key, NVFP4)
         return result
 
     def is_4bit_name(self, key: str) -> bool:
         """Returns whether the tensor has the name, type and number of dimensions of a weight of 4 bits."""
         entry = self.entries[key]
-        return entry.dtype is torch.uint8 and len(entry.shape) == 2 and key.endswith((".weight", ".weight_packed"))
+        names = {2: (".weight", ".weight_packed"), 4: (STACK_SUFFIX,)}.get(len(entry.shape), ())
+        return entry.dtype is torch.uint8 and key.endswith(names)
 
     @cached_property
     def mx_scales(self) -> dict[str, str]:
         """The key of every MX weight's scales, by the key of the weight."""
-        return microscaling.find_mx_scales(self.entries)
+        return microscaling.find_mx_scales(self.entries) | self._stack_scales
+
+    def _fits_nvfp4(self, key: str, scale: str) -> bool:
+        shape, entry = self.entries[key].shape, self.entries[scale]
+        if entry.dtype is not torch.float8_e4m3fn or len(shape) != 2:
+            return False
+        rows, columns = shape[0], 2 * shape[1]
+        return NVFP4.divides(rows, columns) and entry.shape == NVFP4.scale_shape(rows, columns)
+
+    @cached_property
+    def _stack_scales(self) -> dict[str, str]:
+        """The key of the scales of gpt-oss' stacks of blocks, by the key of the stack."""
+        stacks = [key for key in self.entries if key.endswith(STACK_SUFFIX) and self.is_4bit_name(key)]
+        scales = {key: f"{key.removesuffix(STACK_SUFFIX)}_scales" for key in stacks}
+        return {key: scale for key, scale in scales.items() if scale in self.entries and self._fits_stack(key, scale)}
+
+    def _fits_stack(self, key: str, scale: str) -> bool:
+        shape, entry = self.entries[key].shape, self.entries[scale]
+        return entry.dtype in microscaling.EXPONENT_DTYPES and shape == (*entry.shape, MX_BLOCK // 2)
 
     @cached_property
     def mx_scale_keys(self) -> frozenset[str]:
@@ -232,6 +249,8 @@ class RawCheckpoint:
         return granularity(self.entries[key].shape, self.entries[self.weights[owner]].shape)
 
     def _scale_key(self, key: str) -> ScaleKey | None:
+        if key.endswith("_scales") and f"{key.removesuffix('_scales')}{STACK_SUFFIX}" in self.entries:
+            return ScaleKey(key.removesuffix("_scales"), "weight")
         if self._is_not_scale(key):
             return None
         if key in self.mx_scale_keys:
@@ -243,9 +262,13 @@ class RawCheckpoint:
         return _parse_key(key)[0]
 
     def _is_not_scale(self, key: str) -> bool:
-        """Returns whether the tensor is no scale despite its name: training state, gpt-oss' exponents, or a limit."""
-        blocks = f"{key.removesuffix('_scales')}_blocks"
-        return state_key(key) is not None or key.endswith(_NOT_SCALES) or blocks in self.entries
+        """Returns whether the tensor is no scale despite its name: training state, or a limit."""
+        return state_key(key) is not None or key.endswith(_NOT_SCALES)
+
+
+def owner_of_codes(key: str) -> str:
+    """Returns the name of the module, or of the stack of experts, whose 4-bit codes this tensor holds."""
+    return key.removesuffix(STACK_SUFFIX) if key.endswith(STACK_SUFFIX) else key.rpartition(".")[0]
 
 
 def _parse_key(key: str) -> tuple[ScaleKey | None, bool]:
