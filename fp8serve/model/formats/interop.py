@@ -218,12 +218,12 @@ def _ct_scheme(group: Fields) -> Scheme:
     return Scheme(name, UNQUANTIZED, spec, drops_inputs=group.object("input_activations") is not None)
 
 
-def _ct_4bit(weights: Fields) -> QuantSpec | None:
-    """Returns MXFP4 or NVFP4, or None if the weights have another format."""
-    kind = tuple(weights.raw(key) for key in ("num_bits", "type", "strategy", "group_size"))
+def _ct_4bit(args: Fields) -> QuantSpec | None:
+    """Returns MXFP4 or NVFP4, or None if weights or inputs have another format."""
+    kind = tuple(args.raw(key) for key in ("num_bits", "type", "strategy", "group_size"))
     specs = (MXFP4, NVFP4)
     spec = next((s for s in specs if kind == (4, "float", CT_WEIGHTS[s.granularity], s.block[1])), None)
-    return _with_scale_choice(spec, weights.object("observer_kwargs")) if spec == NVFP4 else spec
+    return _with_scale_choice(spec, args.object("observer_kwargs")) if spec == NVFP4 else spec
 
 
 def _with_scale_choice(spec: QuantSpec, record: Fields | None) -> QuantSpec:
