@@ -1,11 +1,12 @@
-"""Compares a model in high precision with the same model in FP8 on held-out batches, in one process.
+"""Compares a model in high precision with the same model quantized on held-out batches, in one process.
 
 `compare` measures the total error. One pass computes in high precision. In the other pass every linear (and the KV
 cache, if it has scales) computes as it will be served. Then the logits of both passes are compared. Both passes run
-layer by layer (passes.py). This costs three forward passes, because the FP8 pass also computes every layer exactly.
+layer by layer (passes.py). This costs three forward passes, because the quantized pass also computes every layer
+exactly.
 
-`kl_shares` measures how much the FP8 of each layer adds to KL(reference || FP8 model), with one backward pass. SQNR
-cannot measure this: a few tokens with enormous activations dominate the power of a layer's output, although an error
+`kl_shares` measures how much quantizing each layer adds to KL(reference || model), with one backward pass. SQNR cannot
+measure this: a few tokens with enormous activations dominate the power of a layer's output, although an error
 of such a token counts no more than an error of any other token. What matters is how far an error moves the
 distribution of the next token. Let d be the error of a layer's output [tokens, out], and let g be the gradient of the
 log-likelihood of tokens that are sampled from the reference's own distribution. To second order in d the divergence is
@@ -50,7 +51,7 @@ from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.building import Model
 
 KL_SHARE_TOKENS = 2048
-FP8Output = Callable[[str, nn.Module, Tensor], Tensor]  # (name, exact linear, input [tokens, in]) -> FP8 output
+QuantizedOutput = Callable[[str, nn.Module, Tensor], Tensor]  # (name, exact linear, input [tokens, in]) -> output
 
 
 @torch.no_grad()
@@ -121,10 +122,10 @@ def kl_shares(
     decoder: Model,
     linears: Mapping[str, nn.Module],
     batches: Sequence[Batch],
-    fp8_output: FP8Output,
+    quantized_output: QuantizedOutput,
     stages: Stages | None = None,
 ) -> dict[str, float]:
-    """Returns the nats per token that the FP8 of each of `linears` adds to the KL divergence, by name.
+    """Returns the nats per token that quantizing each of `linears` adds to the KL divergence, by name.
 
     `linears` are exact modules of `decoder`. The result is empty if `batches` have no scored token, and it has no entry
     for a layer with a share that is not finite.
@@ -141,7 +142,7 @@ def kl_shares(
     if (limit := _tokens_per_pass(linears)) is not None:
         sequences = join_sequences(sequences, limit)
     for sequence in (stages or Stages()).steps("rank", sequences):
-        errors = _summed_squared_errors(linears, fp8_output, sums)
+        errors = _summed_squared_errors(linears, quantized_output, sums)
         with releasing_layers(decoder), with_activation_gradients(decoder), errors:
             hidden = forward(decoder, sequence)
         scored = scored_rows(sequence.targets)
@@ -167,7 +168,7 @@ def _tokens_per_pass(linears: Mapping[str, nn.Module]) -> int | None:
 
 
 def _summed_squared_errors(
-    linears: Mapping[str, nn.Module], fp8_output: FP8Output, sums: dict[str, Tensor]
+    linears: Mapping[str, nn.Module], quantized_output: QuantizedOutput, sums: dict[str, Tensor]
 ) -> AbstractContextManager[None]:
     """Inside the context, the backward pass adds the sum over tokens of (g . d)^2 of every linear to `sums`, FP64 [].
 
@@ -176,7 +177,7 @@ def _summed_squared_errors(
 
     def hook(name: str, linear: nn.Module, args: tuple[Tensor], exact: Tensor) -> None:
         with torch.no_grad():
-            error = fp8_output(name, linear, args[0].detach()) - exact
+            error = quantized_output(name, linear, args[0].detach()) - exact
 
         def add_to_sum(gradient: Tensor) -> None:
             total = (gradient.float() * error.float()).sum(-1).square().sum(dtype=torch.float64)

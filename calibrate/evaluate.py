@@ -63,7 +63,7 @@ def evaluate(
         data: Files to measure on; None for the passages that ship with fp8serve.
         against: Directory of a reference with the same vocabulary, which runs in BF16. It adds the reference's
             perplexity, KL(against || model), the agreement on the most likely token, and the SQNR of every FP8 linear.
-        recipe: A Recipe or the name of one; "stored" uses the FP8 weights and scales of the directory.
+        recipe: A Recipe or the name of one; "stored" uses the quantized weights and scales of the directory.
         scales: File of scales to use instead of those in the directory.
         head_dtype: "fp8" casts the head as serving does with this option. The error of the head is in the logits but
             not in `layers` of the report.

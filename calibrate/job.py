@@ -133,13 +133,13 @@ class DivergenceJudge:
         """Returns the nats per token that the FP8 of each linear adds to the KL divergence on the held-out batches."""
         freeze = freeze_function(job.recipe, job.states, job.rounded)
 
-        def fp8_output(name: str, linear: nn.Module, x: Tensor) -> Tensor:
+        def quantized_output(name: str, linear: nn.Module, x: Tensor) -> Tensor:
             frozen = freeze(name, job.linears[name])
             y: Tensor = frozen(x)
             release_weights({name: frozen})
             return y
 
-        return kl_shares(job.decoder, job.linears, job.batches.held_out, fp8_output, stages=job.stages)
+        return kl_shares(job.decoder, job.linears, job.batches.held_out, quantized_output, stages=job.stages)
 
 
 class CosineJudge:

@@ -1,13 +1,13 @@
-"""Measures the error of FP8: per token (perplexity, KL divergence, agreement) and per linear (SQNR, saturation).
+"""Measures the error of quantization by token (perplexity, KL divergence, agreement) and linear (SQNR, saturation).
 
-Tokens: the reference and the FP8 model read the same sequences, and the logits of every scored token are compared.
-Logits are computed for `LOGITS_PER_SLICE` tokens at a time, because [tokens, vocabulary] in FP32 is the largest tensor
-of the whole pass (2048 tokens of a 128k vocabulary: 1 GiB).
+Tokens: both models, the reference and the quantized one, read the same sequences, and the logits of every scored token
+are compared. Logits are computed for `LOGITS_PER_SLICE` tokens at a time, because [tokens, vocabulary] in FP32 is the
+largest tensor of the whole pass (2048 tokens of a 128k vocabulary: 1 GiB).
 
-Layers: at every FP8 linear both outputs are computed from the same input, the one that occurs in the FP8 model. So the
-error of a layer does not include the errors of earlier layers. SQNR = 10 log10(sum y^2 / sum (y - y_fp8)^2) in dB, with
-sums in FP64 over all tokens. About 25 dB is usual for E4M3 with one scale per tensor; below 15 dB a layer needs
-attention.
+Layers: at every quantized linear both outputs are computed from the same input, the one that occurs in the quantized
+model. So the error of a layer does not include the errors of earlier layers. SQNR = 10 log10(sum y^2 / sum (y - y_q)^2)
+in dB, with sums in FP64 over all tokens. About 25 dB is usual for E4M3 with one scale per tensor; below 15 dB a layer
+needs attention.
 
 Exponents: E4M3 has 16 exponents. The lowest has zero and seven subnormal values with equal steps. Each of the others is
 a binade of eight values, from 2^-6 up to 2^8; the highest binade has seven values, because 448 is the largest. Rounding

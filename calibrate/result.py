@@ -85,7 +85,7 @@ class ChannelReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Statistics of one FP8 linear on the held-out samples.
+    """Statistics of one quantized linear on the held-out samples.
 
     `saturated`, `rounded_to_top` and `underflowed` are fractions of the input's elements.
     """
@@ -95,7 +95,7 @@ class LayerReport:
     saturated: float  # beyond the range of FP8
     rounded_to_top: float = 0.0  # within the range, and rounded to its largest value
     underflowed: float = 0.0  # nonzero values that became zero
-    kl: float | None = None  # nats per token that this layer's FP8 adds (compare.py)
+    kl: float | None = None  # nats per token that quantizing this layer adds (compare.py)
     input: CastReport | None = None  # None if the input is not in FP8
     weight: CastReport | None = None
     outlier: ChannelReport | None = None
@@ -207,7 +207,7 @@ class BaseCalibrationReport:
     format: str
     device: str
     bytes_before: int  # weights in the source directory
-    bytes_after: int  # FP8 weights, scales and the weights that stay in high precision
+    bytes_after: int  # quantized weights, scales and the weights that stay in high precision
     seconds: Mapping[str, float]  # per stage, and "total"
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()  # sentences about unexpected facts
@@ -226,7 +226,7 @@ class CalibrationReport(BaseCalibrationReport):
     """The contents of calibration.json for a model that generates text."""
 
     data: DataReport
-    quality: Quality  # of the FP8 model, with the model in high precision as its reference
+    quality: Quality  # of the quantized model, with the model in high precision as its reference
     layers: tuple[LayerReport, ...]
     tensors: tuple[TensorReport, ...]
     smoothing: SmoothingReport | None = None
