@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "current, one microbatch each": {"recipe": "current", "accumulate": 2},
     "rowwise, masters in the optimizer": {"recipe": "rowwise", "master_weights": "optimizer"},
     "block": {"recipe": "block"},
+    "nvfp4": {"recipe": "nvfp4"},
     "bf16, clipped": {"clip": 0.01, "recipe": "bf16"},
 }
 
