@@ -227,7 +227,9 @@ class _Weight:
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str) -> "_Weight":
         linear = checkpoint.fp8_matrix(name.removesuffix(".weight"))
-        return cls(checkpoint[name], None) if linear is None else cls(*linear.quantized_weight)
+        if linear is None or linear.pre_quant_scale is not None:  # whose stored elements are not those of the weight
+            return cls(checkpoint[name], None)
+        return cls(*linear.quantized_weight)
 
     def __str__(self) -> str:
         return f"{FORMAT_NAMES[self.stored.dtype]} {list(self.shape)}"

@@ -22,6 +22,7 @@ from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.model_config import ComputedBy, computed_by
 from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.formats import interop, transformer_engine
+from fp8serve.model.formats.microscaling import WidenedShards, widened_notes
 from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, find_problems, read_scales
 from fp8serve.model.storage.shards import Shards, read_header
 from fp8serve.model.stored_checkpoint import (
@@ -103,6 +104,7 @@ def _inspect_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any
     cache_problem = None if isinstance(checkpoint.any_config, EncoderConfig) else kv_scales_error(path)
     notes = [
         *unused_part_notes(path, checkpoint.omitted_modules),
+        *widened_notes(checkpoint.shards),
         *matrices_notes(checkpoint),
         *dropped_inputs_notes(checkpoint),
         *compatibility_notes(checkpoint),
@@ -159,7 +161,9 @@ def _describe(checkpoint: Checkpoint) -> str:
         return "FP8" if scheme is None or scheme.weight_4bit is None else scheme.weight_4bit.name
 
     formats = [format_of(name) for name in checkpoint.fp8_linears]
-    counts = [f"{formats.count(name)} {name} linear layers" for name in dict.fromkeys(formats or ["FP8"])]
+    counts = [f"{formats.count(name)} {name} linear layers" for name in dict.fromkeys(formats)]
+    widened = len(checkpoint.shards.computed) if isinstance(checkpoint.shards, WidenedShards) else 0
+    counts += [f"{widened} weights that run in BF16"] if widened else [] if counts else ["0 FP8 linear layers"]
     parts = ", ".join([*counts, *(f"{name} in {format_of(name)}" for name in checkpoint.fp8_matrices)])
     return f"{config.architecture} with {parts}, as {quantization.producer} writes them"
 
@@ -167,7 +171,7 @@ def _describe(checkpoint: Checkpoint) -> str:
 def _from_checkpoint(checkpoint: Checkpoint) -> list[Scale]:
     attention = [f"model.layers.{i}.self_attn" for i in range(checkpoint.any_config.num_layers)]
     fp8_layers = (*checkpoint.fp8_linears, *checkpoint.fp8_matrices)
-    tensors = [(layer, role) for layer in fp8_layers for role in ("input", "weight", "global")]
+    tensors = [(layer, role) for layer in fp8_layers for role in ("input", "weight", "global", "pre_quant")]
     tensors += [(layer, role) for layer in attention for role in ("k", "v", "kv")]
     scales = [_stored_scale(checkpoint, layer, role) for layer, role in tensors]  # type: ignore[arg-type]
     return [scale for scale in scales if scale is not None]

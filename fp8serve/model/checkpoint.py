@@ -286,6 +286,7 @@ class _Freezer:
             matrix.input_spec,
             out_dtype=self.dtype,
             weight_global_scale=None if global_scale is None else global_scale.to(self.device),
+            pre_quant_scale=None if matrix.pre_quant_scale is None else matrix.pre_quant_scale.to(self.device),
         )
 
     def _high_precision_linear(self, linear: str) -> nn.Linear:

@@ -390,6 +390,23 @@ def test_columns_that_are_no_whole_blocks_are_refused_before_a_file_is_written(t
     assert served_layer(tmp_path / "m", recipe_of("nvfp4-w4a16")).is_4bit
 
 
+@pytest.mark.parametrize(("file", "suffix"), [(NV, "weight_global_scale"), ("modelopt W4A16_NVFP4", "weight_scale_2")])
+def test_verify_reports_the_second_scale_of_the_other_project(file: str, suffix: str, tmp_path: Path) -> None:
+    """compressed-tensors stores the reciprocal of what ModelOpt stores."""
+    write(tmp_path / "m", file)
+    change(tmp_path / "m", suffix, lambda t: 1 / t)
+    findings = [f for f in verify(tmp_path / "m") if f.severity == "error"]
+    assert [(f.check, f.tensor) for f in findings] == [("reciprocal", f"{LINEAR}.{suffix}")]
+
+
+@pytest.mark.parametrize("power", [2.0**-12, 2.0**12])
+def test_verify_reports_a_weight_of_another_size_than_the_others(power: float, tmp_path: Path) -> None:
+    write(tmp_path / "m", NV)
+    change(tmp_path / "m", "weight_global_scale", lambda t: t * power)
+    findings = [f for f in verify(tmp_path / "m") if f.severity == "error"]
+    assert [(f.check, f.tensor) for f in findings] == [("implausible", f"{LINEAR}.weight_global_scale")]
+
+
 @pytest.mark.parametrize(("file", "function"), [(NV, lambda t: t.roll(3, 1)), (MX, lambda t: t & 0xBB)])
 def test_verify_reports_blocks_that_no_cast_produces(
     file: str, function: Callable[[Tensor], Tensor], tmp_path: Path
