@@ -1,8 +1,8 @@
 """Opens a model directory as a mapping from parameter names to tensors, and checks that nothing is missing or unknown.
 
 Every tensor in the files must be a parameter with the expected shape, a known scale or scaling state, or a tensor known
-to be unused. Opening reads the files' headers. It reads no tensors, except to compare a stored head with the embedding
-to which it is tied.
+to be unused. Opening reads the files' headers. It reads no tensors, except the shapes of INT4 weights, and except to
+compare a stored head with the embedding to which it is tied.
 """
 
 import math
