@@ -185,6 +185,8 @@ def _stored_scale(checkpoint: Checkpoint, owner: str, role: interop.Role) -> Sca
     origin = f"{checkpoint.shards.entries[key].file.name} ({producer})"
     scheme = None if quantization is None or role != "input" else quantization.find_scheme(owner)
     direction: Direction = "quantizes" if key.endswith(interop.ENCODING_GLOBAL) else "dequantizes"
+    if role == "pre_quant":
+        return _scale(f"{owner}.{role}", key, "unknown", checkpoint.shards[key], f"{origin}, multiplies inputs")
     scale = _scale(f"{owner}.{role}", key, direction, checkpoint.shards[key], origin)
     if scheme is None or scheme.input_spec.source == "stored":
         return scale

@@ -88,7 +88,8 @@ def test_a_pre_quant_scale_multiplies_the_input(tmp_path: Path) -> None:
     assert not [finding for finding in verify(tmp_path / "m") if finding.severity == "error"]
     report = inspect(tmp_path / "m")
     assert report["problem"] is None
-    assert f"{DOWN}.pre_quant_scale" in {scale["key"] for scale in report["scales"]}
+    origins = {scale["key"]: scale["origin"] for scale in report["scales"]}
+    assert origins[f"{DOWN}.pre_quant_scale"].endswith("multiplies inputs")
     assert any("inputs of 4 bits" in note for note in report["notes"])
     assert layer_of(load_servable(tmp_path / "m", from_name("rowwise")), DOWN).pre_quant_scale is None
 
