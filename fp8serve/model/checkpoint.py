@@ -263,6 +263,7 @@ class _Freezer:
             return None
         matrix = self.checkpoint.fp8_matrix(linear)
         spec = (as_delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
+        matrix = None if matrix is None or matrix.specs[1].is_4bit else matrix
         if matrix is not None and tuple(matrix.weight_scale_inv.shape) == spec.scale_shape(*matrix.weight_q.shape):
             return self._frozen(linear, replace(matrix, input_scale=input_scale, input_spec=interop.STATIC))
         weight = self.checkpoint[f"{linear}.weight"].to(self.device)

@@ -22,10 +22,18 @@ from fp8serve.engine.weights import exchange_weights
 from fp8serve.errors import ModelError, RecipeError
 from fp8serve.fp8.batch_invariant import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import Float4WeightOnly, Recipe, from_name
+from fp8serve.fp8.recipe import DelayedScaling, Float4WeightOnly, Recipe, from_name
 from fp8serve.fp8.spec import MXFP4, NVFP4, UNQUANTIZED
 from fp8serve.inspection import inspect
-from fp8serve.model.checkpoint import ScalingCheckpoint, load_servable, load_trainable, open_checkpoint
+from fp8serve.model.checkpoint import (
+    ScalingCheckpoint,
+    TensorScale,
+    fingerprint,
+    load_servable,
+    load_trainable,
+    open_checkpoint,
+    save_scales,
+)
 from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.format_conversion import convert_format
@@ -290,6 +298,25 @@ def test_weights_are_exchanged_in_place_and_back(name: str, is_packed: bool, tmp
     assert torch.equal(layer(x), expected)
     exchange_weights(loaded.runner.model, previous)
     assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-w4a16", "mxfp4-w4a16"])
+def test_scales_of_another_file_quantize_the_weights_again(name: str, tmp_path: Path) -> None:
+    """A row of one block has as many scales as a weight in FP8 per row."""
+    columns = 16 if name.startswith("nv") else 32
+    make_model(
+        "llama", tmp_path / "m", overrides={"hidden_size": columns, "intermediate_size": columns, "head_dim": 16}
+    )
+    write_calibrated(tmp_path / "out", tmp_path / "m", ScalingCheckpoint(recipe_of(name), {}))
+    state = ScalingCheckpoint(
+        DelayedScaling(amax_history_len=1, weight_granularity="row"),
+        {f"{linear}.input": TensorScale(torch.tensor(8.0)) for linear in open_checkpoint(tmp_path / "m").linears},
+        model=fingerprint(tmp_path / "out"),
+    )
+    save_scales(tmp_path / "scales.safetensors", state)
+    layer = load_servable(tmp_path / "out", scales=tmp_path / "scales.safetensors").get_submodule(LINEAR)
+    assert isinstance(layer, FrozenLinear)
+    assert layer.weight_q.dtype is torch.float8_e4m3fn
 
 
 def with_byte(value: int) -> Callable[[Tensor], Tensor]:
