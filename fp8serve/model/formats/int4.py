@@ -12,7 +12,6 @@ They become BF16 when they are read, which takes almost four times the memory of
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -125,10 +124,10 @@ def widen_int4(shards: Shards, find_scheme: Callable[[str], Scheme | None]) -> S
     weights = [read_packed(shards, owner, require_int4(owner, find_scheme(owner))) for owner in owners]
     entries = dict(shards.entries)
     for weight in weights:
-        parts = [entries.pop(f"{weight.owner}.{part}", None) for part in PARTS]
-        file, dtype = shards.entries[weight.scale_key].file, shards.entries[weight.scale_key].dtype
-        del parts
-        entries[f"{weight.owner}.weight"] = StoredTensor(file, dtype, (weight.rows, weight.columns))
+        for part in PARTS:
+            entries.pop(f"{weight.owner}.{part}", None)
+        scale = shards.entries[weight.scale_key]
+        entries[f"{weight.owner}.weight"] = StoredTensor(scale.file, scale.dtype, (weight.rows, weight.columns))
 
     def check() -> None:
         for weight in weights:
@@ -138,7 +137,7 @@ def widen_int4(shards: Shards, find_scheme: Callable[[str], Scheme | None]) -> S
         f"{len(weights)} weights, {owners[0]}.weight among them, are in INT4 and run in BF16, which takes four times "
         "the memory; for weights of 4 bits calibrate the original model with --recipe nvfp4-w4a16."
     )
-    computed = {f"{weight.owner}.weight": partial(weight.widen) for weight in weights}
+    computed = {f"{weight.owner}.weight": weight.widen for weight in weights}
     return WidenedShards(shards, entries, computed, note, check)
 
 
