@@ -229,7 +229,7 @@ class _Weight:
     def of(cls, checkpoint: Checkpoint, name: str) -> "_Weight":
         owner = name.removesuffix(".weight")
         matrix = checkpoint.quantized_matrix(owner)
-        if matrix is None:
+        if matrix is None or matrix.pre_quant_scale is not None:  # whose stored elements are not those of the weight
             stored = checkpoint[name]
             return cls(DTYPE_NAMES[stored.dtype], stored)
         return cls(checkpoint.weight_format(owner), *matrix.quantized_weight)

@@ -22,6 +22,7 @@ from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.model_config import ComputedBy, computed_by
 from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.formats import interop, transformer_engine
+from fp8serve.model.formats.microscaling import WidenedShards, widened_notes
 from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, find_problems, read_scales
 from fp8serve.model.storage.shards import Shards, read_header
 from fp8serve.model.stored_checkpoint import (
@@ -103,6 +104,7 @@ def _inspect_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any
     cache_problem = None if isinstance(checkpoint.any_config, EncoderConfig) else kv_scales_error(path)
     notes = [
         *unused_part_notes(path, checkpoint.omitted_modules),
+        *widened_notes(checkpoint.shards),
         *matrices_notes(checkpoint),
         *dropped_inputs_notes(checkpoint),
         *compatibility_notes(checkpoint),
@@ -154,7 +156,9 @@ def _describe(checkpoint: Checkpoint) -> str:
     if quantization is None:
         return f"{config.architecture} with weights in high precision"
     formats = [checkpoint.weight_format(name) for name in checkpoint.quantized_linears]
-    parts = [f"{formats.count(name)} {name} linear layers" for name in dict.fromkeys(formats or ["FP8"])]
+    parts = [f"{formats.count(name)} {name} linear layers" for name in dict.fromkeys(formats)]
+    widened = len(checkpoint.shards.computed) if isinstance(checkpoint.shards, WidenedShards) else 0
+    parts += [f"{widened} weights that run in BF16"] if widened else [] if parts else ["0 FP8 linear layers"]
     parts += [f"{name} in {checkpoint.weight_format(name)}" for name in checkpoint.quantized_matrices]
     return f"{config.architecture} with {', '.join(parts)}, as {quantization.producer} writes them"
 
@@ -162,7 +166,7 @@ def _describe(checkpoint: Checkpoint) -> str:
 def _from_checkpoint(checkpoint: Checkpoint) -> list[Scale]:
     attention = [f"model.layers.{i}.self_attn" for i in range(checkpoint.any_config.num_layers)]
     quantized_layers = (*checkpoint.quantized_linears, *checkpoint.quantized_matrices)
-    tensors = [(layer, role) for layer in quantized_layers for role in ("input", "weight", "global")]
+    tensors = [(layer, role) for layer in quantized_layers for role in ("input", "weight", "global", "pre_quant")]
     tensors += [(layer, role) for layer in attention for role in ("k", "v", "kv")]
     scales = [_stored_scale(checkpoint, layer, role) for layer, role in tensors]  # type: ignore[arg-type]
     return [scale for scale in scales if scale is not None]
@@ -176,6 +180,8 @@ def _stored_scale(checkpoint: Checkpoint, owner: str, role: interop.Role) -> Sca
     origin = f"{checkpoint.shards.entries[key].file.name} ({producer})"
     scheme = None if quantization is None or role != "input" else quantization.find_scheme(owner)
     direction: Direction = "quantizes" if key.endswith(interop.ENCODING_SUFFIXES) else "dequantizes"
+    if role == "pre_quant":
+        return _scale(f"{owner}.{role}", key, "unknown", checkpoint.shards[key], f"{origin}, multiplies inputs")
     scale = _scale(f"{owner}.{role}", key, direction, checkpoint.shards[key], origin)
     if scheme is None or scheme.input_spec.source == "stored":
         return scale

@@ -42,7 +42,7 @@ from fp8serve.model.checkpoint import kv_scales, kv_scales_error, load_servable,
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.model_config import ModelConfig, computed_by_notes
 from fp8serve.model.config.wrappers import unused_part_notes
-from fp8serve.model.formats.microscaling import mx_notes
+from fp8serve.model.formats.microscaling import widened_notes
 from fp8serve.model.formats.scales import FILE_NAME, load_scales
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import expert_row_counts, mixtures, reset_token_counts
@@ -206,7 +206,7 @@ def load(
     tokenizer = Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
     checkpoint = open_checkpoint(model_dir)
     omitted = unused_part_notes(model_dir, checkpoint.omitted_modules)
-    notes = omitted, mx_notes(checkpoint.shards), computed_by_notes(config), matrices_notes(checkpoint)
+    notes = omitted, widened_notes(checkpoint.shards), computed_by_notes(config), matrices_notes(checkpoint)
     for note in chain(*notes, dropped_inputs_notes(checkpoint), ignored_notes(checkpoint)):
         log.warning("%s: %s", model_dir, note)
     calibration = Calibration(DelayedScaling(), {}) if network else _read_calibration(model_dir, frozen, options)

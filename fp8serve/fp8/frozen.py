@@ -118,6 +118,7 @@ class FrozenLinear(nn.Module):
             (BF16). By default with `input_scale` if it is given, else with current scaling per tensor.
         out_dtype: The dtype of the output; None is the dtype of the input.
         weight_global_scale: FP32 [] or, if the layer is part of a joined one, [N]. Only NVFP4 has it.
+        pre_quant_scale: FP32 [K], by which the input is multiplied, or None. Only a 4-bit weight may have it.
     """
 
     adapters: Optional["ServedAdapters"] = None
@@ -126,6 +127,7 @@ class FrozenLinear(nn.Module):
     weight_q: Tensor
     weight_scale_inv: Tensor
     weight_global_scale: Tensor | None
+    pre_quant_scale: Tensor | None
     bias: Tensor | None
     input_scale: Tensor | None
     input_scale_inv: Tensor | None
@@ -141,6 +143,7 @@ class FrozenLinear(nn.Module):
         input_spec: QuantSpec | None = None,
         out_dtype: torch.dtype | None = None,
         weight_global_scale: Tensor | None = None,
+        pre_quant_scale: Tensor | None = None,
     ) -> None:
         super().__init__()
         _check_weight(weight_q, weight_scale_inv, weight_global_scale)
@@ -152,6 +155,11 @@ class FrozenLinear(nn.Module):
         self.register_buffer("weight_q", weight_q)
         self.register_buffer("weight_scale_inv", weight_scale_inv)
         self.register_buffer("weight_global_scale", weight_global_scale)
+        if pre_quant_scale is not None and (
+            weight_q.dtype is not torch.uint8 or len(pre_quant_scale) != self.in_features
+        ):
+            raise ValueError("pre_quant_scale is [K], for layers with 4-bit weights.")
+        self.register_buffer("pre_quant_scale", pre_quant_scale)
         self.register_buffer("bias", None if bias is None else bias.detach())
         scale = None if input_scale is None else _validate_scale("the input scale", input_scale).to(weight_q.device)
         self.register_buffer("input_scale", scale)
@@ -265,7 +273,12 @@ class FrozenLinear(nn.Module):
 
     def _cast_current(self, x: Tensor) -> tuple[Tensor, Tensor]:
         op, arguments = self._current_cast_op
-        return op(x, *arguments)
+        return op(self.scale_input(x), *arguments)
+
+    def scale_input(self, x: Tensor) -> Tensor:
+        """Returns x [M, K] times `pre_quant_scale`, in BF16, or x itself if the layer has none."""
+        factors = self._buffers["pre_quant_scale"]
+        return x if factors is None else (x.float() * factors).to(BF16)
 
     def product(self, q: Tensor, scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
         """Returns the product, [M, N] of `out_dtype`, of an input that `cast` has quantized and the weight."""
@@ -408,7 +421,7 @@ def input_gradient(layer: FrozenLinear, dy: Tensor) -> Tensor:
         global_scale = layer.weight_global_scale
         weight = layer.quantized_weight._replace(global_scale=None).dequantize().to(torch.bfloat16)
         dy = dy if global_scale is None else (dy * global_scale).to(torch.bfloat16)
-        return _mm(dy, _transpose_half(weight), None, torch.bfloat16)  # type: ignore[no-any-return]
+        return layer.scale_input(_mm(dy, _transpose_half(weight), None, torch.bfloat16))
     if _is_mx(scale):  # blocks along K, which this product does not contract: W becomes BF16, exactly
         return _mm(dy, _transpose_half(dequantize_to_bf16(layer.weight_q, scale)), None, torch.bfloat16)  # type: ignore[no-any-return]
     if tuple(scale.shape) == (layer.out_features, 1):

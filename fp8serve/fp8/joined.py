@@ -190,7 +190,7 @@ def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLin
     groups of 16 rows. Layers with hooks cannot be joined, because their hooks must be called.
     """
     frozen = [layer for layer in layers if isinstance(layer, FrozenLinear) and not _has_hooks(layer)]
-    if len(frozen) < len(layers):
+    if len(frozen) < len(layers) or any(layer.pre_quant_scale is not None for layer in frozen):
         return False
     settings = {
         (x.input_spec, x.out_dtype, x.in_features, x.bias is None, _has_block_scales(x), x.is_4bit, _scale_dtype(x))

@@ -173,7 +173,8 @@ def squared_norms(base: nn.Module) -> Tensor:
     if isinstance(base, FrozenLinear) and base.is_4bit:
         count = ROWS_PER_CHUNK // GROUP if base.is_packed else ROWS_PER_CHUNK
         pairs = zip(torch.split(base.weight_q, count), torch.split(base.weight_scale_inv, count), strict=True)
-        sums = torch.cat([e2m1.dequantize(*pair, None).square().sum(1) for pair in pairs])
+        factors = 1.0 if base.pre_quant_scale is None else base.pre_quant_scale
+        sums = torch.cat([(e2m1.dequantize(*pair, None) * factors).square().sum(1) for pair in pairs])
         return sums if base.weight_global_scale is None else sums * base.weight_global_scale.square()
     weight = _unpacked(weight_of(base))
     chunks = torch.split(weight, ROWS_PER_CHUNK)
@@ -197,7 +198,9 @@ def row_norms(base: nn.Module, squares: Tensor, a: Tensor, b: Tensor, scaling: f
     weight, one = weight_of(base), torch.ones((), device=a.device)
     if isinstance(base, FrozenLinear):
         global_scale = base.weight_global_scale
-        a_w = multiply(a, one, weight, base.weight_scale_inv, None, torch.float32, global_scale)  # A W^T [r, N]
+        a_w = multiply(
+            base.scale_input(a), one, weight, base.weight_scale_inv, None, torch.float32, global_scale
+        )  # A W^T [r, N]
     else:
         a_w = _mm(a, _unpacked(weight), None, torch.float32)
     b = b.float()

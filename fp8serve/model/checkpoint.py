@@ -266,6 +266,7 @@ class _Freezer:
             return None
         matrix = self.checkpoint.quantized_matrix(linear)
         spec = (as_delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
+        matrix = None if matrix is None or matrix.specs[1].is_4bit else matrix
         if matrix is not None and tuple(matrix.weight_scale_inv.shape) == spec.scale_shape(*matrix.weight_q.shape):
             return self._frozen(linear, replace(matrix, input_scale=input_scale, input_spec=interop.STATIC))
         weight = self.checkpoint[f"{linear}.weight"].to(self.device)
@@ -289,6 +290,7 @@ class _Freezer:
             matrix.input_spec,
             out_dtype=self.dtype,
             weight_global_scale=None if global_scale is None else global_scale.to(self.device),
+            pre_quant_scale=None if matrix.pre_quant_scale is None else matrix.pre_quant_scale.to(self.device),
         )
 
     def _high_precision_linear(self, linear: str) -> nn.Linear:

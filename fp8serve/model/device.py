@@ -140,12 +140,17 @@ class _Tensor:
 
     @property
     def elements(self) -> int:
-        return math.prod(self.shape) * (2 if self.is_packed else 1)
+        return math.prod(self.shape) * (8 if self.is_int4 else 2 if self.is_packed else 1)
 
     @property
     def is_packed(self) -> bool:
         """Whether a byte has two elements (formats/microscaling.py)."""
         return self.dtype == "U8" and _SCALE.search(self.name) is None
+
+    @property
+    def is_int4(self) -> bool:
+        """Whether a number has eight elements, which are widened when they are read (formats/int4.py)."""
+        return self.dtype == "I32" and self.name.endswith(".weight_packed")
 
 
 def estimate_weight_memory(
@@ -157,6 +162,7 @@ def estimate_weight_memory(
     tensors = list(_tensors(model_dir, config))
     # MXFP4 weights that config.json does not name as such are dequantized to BF16
     widens = any(tensor.is_packed for tensor in tensors) and not _serves_4_bits(model_dir)
+    widens = widens or any(tensor.is_int4 for tensor in tensors)
     as_stored = recipe == "stored" and not casts_linears and not widens
     bits = _bits_of(recipe)
     served_bytes = cast_bytes = 0
@@ -167,8 +173,8 @@ def estimate_weight_memory(
             is_byte = tensor.dtype in ("U8", "F8_E8M0", "F8_E4M3")
             served_bytes += (1 if is_byte else FP32_BYTES) * tensor.elements if as_stored else 0
         elif _is_linear(tensor, config) and casts_linears:
-            columns = tensor.shape[-1] * (2 if tensor.is_packed else 1)
-            row_scales = FP32_BYTES * tensor.elements // columns if bits == 8 else 0
+            rows = math.prod(tensor.shape[:2] if len(tensor.shape) == 4 else tensor.shape[:-1])  # 4: gpt-oss' blocks
+            row_scales = FP32_BYTES * rows if bits == 8 else 0
             cast_bytes += int(tensor.elements * bits / 8) + row_scales
         else:
             is_stored = as_stored and (tensor.dtype in _FP8_DTYPES or tensor.is_packed)
@@ -210,8 +216,11 @@ def _serves_4_bits(model_dir: Path) -> bool:
     groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     weights = [group.get("weights") for group in groups]
     has_4bit_group = any(isinstance(args, dict) and args.get("num_bits") == 4 for args in weights)
-    is_mxfp4 = config.get("quant_method") == "mxfp4"
-    return has_4bit_group or is_mxfp4 or str(config.get("quant_algo")).upper().endswith(("NVFP4", "MXFP4"))
+    layers = config.get("quantized_layers")
+    described = [config, *(layers.values() if isinstance(layers, dict) else ())]
+    algorithms = [str(layer.get("quant_algo")).upper() for layer in described if isinstance(layer, dict)]
+    is_4bit = any(algorithm.endswith(("NVFP4", "MXFP4", "NVFP4_AWQ")) for algorithm in algorithms)
+    return has_4bit_group or is_4bit or config.get("quant_method") == "mxfp4"
 
 
 def _tensors(model_dir: Path, config: AnyConfig) -> Iterator[_Tensor]:

@@ -98,6 +98,11 @@ def _write(out: Path | str, checkpoint: Checkpoint, linears: _Linears, state: Sc
 
 def infer_recipe(checkpoint: Checkpoint, linears: _Linears, format: str) -> Recipe:
     """Returns the recipe with the checkpoint's layout of scales. Raises ModelError if `format` cannot express it."""
+    if (name := next((n for n, linear in linears.items() if linear.pre_quant_scale is not None), None)) is not None:
+        raise ModelError(
+            f"{name} has a pre_quant_scale, which fp8serve does not write; serve {checkpoint.path} as it is, or "
+            f"calibrate the model in high precision with --format {format}."
+        )
     inputs = {linear.input_spec for linear in linears.values()}
     if len(inputs) > 1:
         raise ModelError(

@@ -1,8 +1,8 @@
 """Opens a model directory as a mapping from parameter names to tensors, and checks that nothing is missing or unknown.
 
 Every tensor in the files must be a parameter with the expected shape, a known scale or scaling state, or a tensor known
-to be unused. Opening reads the files' headers. It reads no tensors, except to compare a stored head with the embedding
-to which it is tied.
+to be unused. Opening reads the files' headers. It reads no tensors, except the shapes of INT4 weights, and except to
+compare a stored head with the embedding to which it is tied.
 """
 
 import math
@@ -24,8 +24,9 @@ from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.model_config import AnyConfig, ModelConfig
 from fp8serve.model.config.wrappers import open_text_shards, read_text_config
 from fp8serve.model.formats import interop
+from fp8serve.model.formats.int4 import widen_int4
 from fp8serve.model.formats.interop import Quantization, ScaleKey
-from fp8serve.model.formats.microscaling import MxShards, dequantize_mx, with_weight_names
+from fp8serve.model.formats.microscaling import WidenedShards, dequantize_mx, with_weight_names
 from fp8serve.model.formats.scales import COPY_TOLERANCE, FILE_NAME, ScalingCheckpoint
 from fp8serve.model.formats.stacked_experts import split_stacked_experts
 from fp8serve.model.formats.torchao import with_canonical_names
@@ -53,14 +54,16 @@ class StoredLinear:
     is_embedding: bool = False
     weight_global_scale: Tensor | None = None  # of NVFP4, dequantizing FP32 []
     four_over_six: bool = False  # of NVFP4: whether the cast chose between two scales for every block
+    pre_quant_scale: Tensor | None = None  # FP32 [K], by which inputs are multiplied and the weight was divided
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
         return QuantizedWeight(self.weight_q, self.weight_scale_inv, self.weight_global_scale)
 
     def weight(self) -> Tensor:
-        """Returns the weight dequantized to FP32 [N, K]."""
-        return self.quantized_weight.dequantize()
+        """Returns the weight dequantized to FP32 [N, K], for inputs that are not multiplied by `pre_quant_scale`."""
+        weight = self.quantized_weight.dequantize()
+        return weight if self.pre_quant_scale is None else weight * self.pre_quant_scale
 
     @property
     def specs(self) -> tuple[QuantSpec | None, QuantSpec]:
@@ -106,6 +109,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self._check_head()
         quantized_names = dict.fromkeys(n.removesuffix(".weight") for n in self.shapes if self._is_quantized(n))
         linears = frozenset(self.linears)
+        self._check_pre_quant_scales()
         self.quantized_linears = [name for name in quantized_names if name in linears]
         self.quantized_matrices = [name for name in quantized_names if name not in linears]
         self.high_precision_linears = [n for n in self.linears if self.quantized_linears and n not in quantized_names]
@@ -162,6 +166,13 @@ class Checkpoint(Mapping[str, Tensor]):
                 "to false, or remove the tensor."
             )
 
+    def _check_pre_quant_scales(self) -> None:
+        """Raises ModelError if a layer without weights of 4 bits has factors of its input, which are not ignored."""
+        for scale, key in self._scales.items():
+            entry = self.shards.entries.get(f"{scale.owner}.weight")
+            if scale.role == "pre_quant" and (entry is None or entry.dtype is not torch.uint8):
+                raise ModelError(f"{self.path}: {key} belongs to no weight in NVFP4; write the model again.")
+
     def _is_quantized(self, name: str) -> bool:
         dtype = self.shards.entries[name].dtype
         is_4bit = dtype is torch.uint8 and name.endswith(".weight")
@@ -202,15 +213,15 @@ class Checkpoint(Mapping[str, Tensor]):
     def runs_in_high_precision(self) -> bool:
         """Whether the directory is quantized but its linear layers run in high precision.
 
-        That is so if only the KV cache or matrices that are no linear layers are quantized, or if MX blocks became
-        BF16. It is also so for a gpt-oss that was dequantized and kept its quantization_config.
+        That is so if only the KV cache or matrices that are no linear layers are quantized, or if weights became BF16.
+        It is also so for a gpt-oss that was dequantized and kept its quantization_config.
         """
         quantization = self.quantization
         if quantization is None:
             return False
         if not self.quantized_linears and (self.quantized_matrices or quantization.producer == "mxfp4"):
             return True
-        return not quantization.groups or isinstance(self.shards, MxShards)
+        return not quantization.schemes or isinstance(self.shards, WidenedShards)
 
     @property
     def has_scales(self) -> bool:
@@ -225,8 +236,8 @@ class Checkpoint(Mapping[str, Tensor]):
     def check_scales(self) -> None:
         """Reads the scales of all quantized weights, and no elements. Raises ModelError if a scale is unusable."""
         self.read_quantized((*self.quantized_linears, *self.quantized_matrices))
-        if isinstance(self.shards, MxShards):
-            self.shards.check_exponents()
+        if isinstance(self.shards, WidenedShards):
+            self.shards.check_scales()
 
     def scale_key(self, owner: str, role: interop.Role) -> str | None:
         """Returns the name of the tensor that holds this scale, or None."""
@@ -276,7 +287,7 @@ class Checkpoint(Mapping[str, Tensor]):
         scheme = None if self.quantization is None else self.quantization.find_scheme(linear)
         spec = matrix.specs[1]
         if scheme is None or scheme.weight_4bit is None or scheme.weight_4bit.name != spec.name:
-            declared = "no group with it" if scheme is None else (scheme.weight_4bit or scheme.input_spec).name
+            declared = "no group with it" if scheme is None else scheme.weight_name
             raise ModelError(
                 f"{self.path}: {name} is in {spec.name} by the type of {key}, and config.json has {declared}; correct "
                 "quantization_config, or write the model again."
@@ -287,10 +298,19 @@ class Checkpoint(Mapping[str, Tensor]):
             raise ModelError(f"{self.path}: {name} is in {spec.name} and {problem}; write the model again.")
         if not matrix.is_embedding:
             matrix = replace(matrix, input_spec=scheme.input_spec)
-        if second is None:
+        if second is not None:
+            scale = interop.to_global_scale(second, self.shards[second], self.shards.entries[second].note)
+            four_over_six = scheme.weight_4bit.four_over_six
+            matrix = replace(matrix, weight_global_scale=scale, four_over_six=four_over_six)
+        if (factors := self.scale_key(linear, "pre_quant")) is None:
             return matrix
-        scale = interop.to_global_scale(second, self.shards[second], self.shards.entries[second].note)
-        return replace(matrix, weight_global_scale=scale, four_over_six=scheme.weight_4bit.four_over_six)
+        if not scheme.has_pre_quant_scales:
+            raise ModelError(
+                f"{self.path}: {linear} has {factors}, and quantization_config does not say {interop.MODELOPT_AWQ}; "
+                "correct quantization_config, or write the model again."
+            )
+        columns = self.shapes[name][1]
+        return replace(matrix, pre_quant_scale=interop.to_pre_quant_scale(factors, self.shards[factors], columns))
 
     def read_quantized(self, names: Iterable[str]) -> dict[str, StoredLinear]:
         """Returns `quantized_matrix` of each of these names that is not in high precision."""
@@ -333,6 +353,7 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
             f"hold only {len(shards)} tensors; config.json is wrong, or the checkpoint is incomplete."
         )
     shards = dequantize_mx(shards, lambda module, is_4bit: _runs_quantized(quantization, module, is_4bit))
+    shards = widen_int4(shards, lambda module: None if quantization is None else quantization.find_scheme(module))
     return Checkpoint(path, config, shards, quantization, omitted_modules)
 
 
@@ -345,10 +366,11 @@ def _runs_quantized(quantization: Quantization | None, module: str, is_4bit: boo
 def dropped_inputs_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Returns a note if the file also has the inputs of layers in 4 bits."""
     quantization = checkpoint.quantization
-    formats = {scheme.weight_4bit for _, scheme in quantization.groups if scheme.drops_inputs} if quantization else ()
+    schemes = () if quantization is None else quantization.schemes
+    formats = {scheme.weight_name for scheme in schemes if scheme.drops_inputs}
     if not formats:
         return ()
-    option = " (--recipe nvfp4 casts them, too)" if NVFP4 in formats else ""
+    option = " (--recipe nvfp4 casts them, too)" if NVFP4.name in formats else ""
     text = "The model was made for inputs of 4 bits; fp8serve reads its 4-bit weights, and inputs stay in BF16"
     return (f"{text}{option}.",)
 

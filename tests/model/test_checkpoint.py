@@ -193,7 +193,10 @@ def edit_config(directory: Path, **values: Any) -> None:
         (lambda t: t.update({"model.norm.bias": torch.ones(64)}), "holds the tensor model.norm.bias"),
         (lambda t: t.update({"model.norm.weight": torch.ones(64).to(torch.int32)}), "stored as int32"),
         (lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale_3": torch.ones(1)}), "meaning is not known"),
-        (lambda t: t.update({"model.layers.0.mlp.up_proj.pre_quant_scale": torch.ones(1)}), "meaning is not known"),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.pre_quant_scale": torch.ones(1)}),
+            "belongs to no weight in NVFP4",
+        ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
             "is FP8 but has no weight_scale",

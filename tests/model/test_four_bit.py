@@ -22,10 +22,18 @@ from fp8serve.engine.weights import exchange_weights
 from fp8serve.errors import ModelError, RecipeError
 from fp8serve.fp8.batch_invariant import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import Float4WeightOnly, Recipe, from_name
+from fp8serve.fp8.recipe import DelayedScaling, Float4WeightOnly, Recipe, from_name
 from fp8serve.fp8.spec import MXFP4, NVFP4, UNQUANTIZED
 from fp8serve.inspection import inspect
-from fp8serve.model.checkpoint import ScalingCheckpoint, load_servable, load_trainable, open_checkpoint
+from fp8serve.model.checkpoint import (
+    ScalingCheckpoint,
+    TensorScale,
+    fingerprint,
+    load_servable,
+    load_trainable,
+    open_checkpoint,
+    save_scales,
+)
 from fp8serve.model.compatibility import MODELOPT_4BIT_NOTE
 from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.export import write_calibrated
@@ -313,6 +321,25 @@ def test_weights_are_exchanged_in_place_and_back(name: str, is_packed: bool, tmp
     assert torch.equal(layer(x), before)
 
 
+@pytest.mark.parametrize("name", ["nvfp4-w4a16", "mxfp4-w4a16"])
+def test_scales_of_another_file_quantize_the_weights_again(name: str, tmp_path: Path) -> None:
+    """A row of one block has as many scales as a weight in FP8 per row."""
+    columns = 16 if name.startswith("nv") else 32
+    make_model(
+        "llama", tmp_path / "m", overrides={"hidden_size": columns, "intermediate_size": columns, "head_dim": 16}
+    )
+    write_calibrated(tmp_path / "out", tmp_path / "m", ScalingCheckpoint(recipe_of(name), {}))
+    state = ScalingCheckpoint(
+        DelayedScaling(amax_history_len=1, weight_granularity="row"),
+        {f"{linear}.input": TensorScale(torch.tensor(8.0)) for linear in open_checkpoint(tmp_path / "m").linears},
+        model=fingerprint(tmp_path / "out"),
+    )
+    save_scales(tmp_path / "scales.safetensors", state)
+    layer = load_servable(tmp_path / "out", scales=tmp_path / "scales.safetensors").get_submodule(LINEAR)
+    assert isinstance(layer, FrozenLinear)
+    assert layer.weight_q.dtype is torch.float8_e4m3fn
+
+
 def with_byte(value: int) -> Callable[[Tensor], Tensor]:
     def function(tensor: Tensor) -> Tensor:
         tensor = tensor.clone()
@@ -409,6 +436,23 @@ def test_columns_that_are_no_whole_blocks_are_refused_before_a_file_is_written(t
             work()
     assert not (tmp_path / "out").exists()
     assert served_layer(tmp_path / "m", recipe_of("nvfp4-w4a16")).is_4bit
+
+
+@pytest.mark.parametrize(("file", "suffix"), [(NV, "weight_global_scale"), ("modelopt W4A16_NVFP4", "weight_scale_2")])
+def test_verify_reports_the_second_scale_of_the_other_project(file: str, suffix: str, tmp_path: Path) -> None:
+    """compressed-tensors stores the reciprocal of what ModelOpt stores."""
+    write(tmp_path / "m", file)
+    change(tmp_path / "m", suffix, lambda t: 1 / t)
+    findings = [f for f in verify(tmp_path / "m") if f.severity == "error"]
+    assert [(f.check, f.tensor) for f in findings] == [("reciprocal", f"{LINEAR}.{suffix}")]
+
+
+@pytest.mark.parametrize("power", [2.0**-12, 2.0**12])
+def test_verify_reports_a_weight_of_another_size_than_the_others(power: float, tmp_path: Path) -> None:
+    write(tmp_path / "m", NV)
+    change(tmp_path / "m", "weight_global_scale", lambda t: t * power)
+    findings = [f for f in verify(tmp_path / "m") if f.severity == "error"]
+    assert [(f.check, f.tensor) for f in findings] == [("implausible", f"{LINEAR}.weight_global_scale")]
 
 
 @pytest.mark.parametrize(("file", "function"), [(NV, lambda t: t.roll(3, 1)), (MX, lambda t: t & 0xBB)])

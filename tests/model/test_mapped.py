@@ -53,6 +53,16 @@ def test_released_pages_leave_memory_and_can_be_read_again(tmp_path: Path) -> No
     assert torch.equal(whole.view(torch.int32), values)
 
 
+def test_alternating_rows_release_the_pages_between_them(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    values = write(path)
+    whole = map_file(path)
+    assert int(whole.sum()) > 0
+    release_pages(whole.view(-1, 1024)[::2])
+    assert resident_kib(path) <= 64
+    assert torch.equal(whole.view(torch.int32), values)
+
+
 def test_data_beside_the_released_pages_are_not_lost(tmp_path: Path) -> None:
     """Only whole pages are released, so that neighbouring data are not lost."""
     write(tmp_path / "file")

@@ -202,9 +202,13 @@ class Fields:
 
     def objects(self, key: str) -> "list[Fields]":
         """Returns all objects inside the object `key`, or an empty list if the key is missing."""
+        return list(self.named_objects(key).values())
+
+    def named_objects(self, key: str) -> "dict[str, Fields]":
+        """Returns all objects inside the object `key` by their names, or nothing if the key is missing."""
         if (fields := self.object(key)) is None:
-            return []
-        return [Fields(v, f"{fields.where}.{shown(k)}", self._error) for k, v in fields._values.items()]
+            return {}
+        return {k: Fields(v, f"{fields.where}.{shown(k)}", self._error) for k, v in fields._values.items()}
 
     def raw(self, key: str) -> Any:
         """Returns the unchecked value, which callers may only compare, or quote with `shown`."""

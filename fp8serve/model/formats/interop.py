@@ -19,19 +19,20 @@ or E8M0 in the file and are FP32 in memory. This module converts equivalent shap
 | older compressed-tensors |                    |                  | self_attn.{k,v}_proj.output_scale         |
 | torchao                  | _weight_scale      |                  |                                           |
 | NVFP4, compressed-tensors | weight_scale, weight_global_scale | input_global_scale |                            |
-| NVFP4, ModelOpt          | weight_scale, weight_scale_2 | input_scale |                                      |
+| NVFP4, ModelOpt          | weight_scale, weight_scale_2 | input_scale, pre_quant_scale |                     |
 | vLLM in memory           |                    |                  | self_attn.attn.{k,v}_scale                |
 
 NVFP4 has a second scale for the whole weight. compressed-tensors stores the one that quantizes, ModelOpt the one that
 dequantizes, which is also the one in memory. Inputs in NVFP4 or MXFP4 are read as BF16, so their scales are not read.
 But inputs in NVFP4 whose scales all come from the data, as `finetune` writes them, are served so.
+With ModelOpt's NVFP4_AWQ an input is multiplied by a pre_quant_scale [K], by which the weight was divided.
 
 A key with "scale", "zero_point" or "amax" in it that is not in the table raises ModelError, because a model without one
 of its scales gives wrong answers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -78,6 +79,7 @@ CT_FORMATS = (
     "mxfp8-quantized",
     "mxfp4-pack-quantized",
     "nvfp4-pack-quantized",
+    "pack-quantized",  # INT4 (int4.py)
     "mixed-precision",
     "dense",  # only the KV cache is FP8
 )
@@ -90,11 +92,18 @@ MODELOPT: dict[str, tuple[QuantSpec, Granularity]] = {
     "W4A16_NVFP4": (UNQUANTIZED, "block1x16"),
     "NVFP4": (NVFP4_INPUT, "block1x16"),
 }
+MODELOPT_MIXED, MODELOPT_AWQ = "MIXED_PRECISION", "NVFP4_AWQ"
 # ModelOpt's algorithms that quantize weights to 4 bits, and whether they quantize inputs, too.
-_MODELOPT_4BIT = {"W4A16_NVFP4": (NVFP4, False), "NVFP4": (NVFP4, True), "MXFP4": (MXFP4, True)}
+_MODELOPT_4BIT = {
+    "W4A16_NVFP4": (NVFP4, False),
+    "NVFP4": (NVFP4, True),
+    MODELOPT_AWQ: (NVFP4, True),
+    "MXFP4": (MXFP4, True),
+}
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-Role = Literal["weight", "global", "input", "k", "v", "kv"]  # "global": the second scale of a weight in NVFP4
+# "global": the second scale of a weight in NVFP4; "pre_quant": multiplies each element of an input
+Role = Literal["weight", "global", "input", "pre_quant", "k", "v", "kv"]
 ENCODING_GLOBAL = ".weight_global_scale"  # unlike other scales in files, these quantize
 ENCODING_SUFFIXES = (ENCODING_GLOBAL, ".input_global_scale")
 KV: tuple[Role, ...] = ("k", "v", "kv")
@@ -118,8 +127,17 @@ SCALE_SUFFIXES: tuple[tuple[str, Role], ...] = (
     (".weight_scale", "weight"),
     (".scale", "weight"),
     (".input_scale", "input"),
+    (".pre_quant_scale", "pre_quant"),
     (".activation_scale", "input"),
 )
+
+
+@dataclass(frozen=True)
+class Int4:
+    """How weights in INT4 are scaled: by groups of columns, or by rows if `group_size` is None."""
+
+    group_size: int | None
+    is_symmetric: bool
 
 
 @dataclass(frozen=True)
@@ -128,8 +146,15 @@ class Scheme:
 
     producer: str
     input_spec: QuantSpec
-    weight_4bit: QuantSpec | None = None  # MXFP4 or NVFP4; None if the weights are in FP8
+    weight_4bit: QuantSpec | None = None  # MXFP4 or NVFP4; None if the weights are in FP8 or INT4
     drops_inputs: bool = False  # whether the file's inputs have 4 bits, too, and are read as BF16
+    int4: Int4 | None = None  # of weights that are read as BF16 (int4.py)
+    has_pre_quant_scales: bool = False  # whether layers may have one
+
+    @property
+    def weight_name(self) -> str:
+        """The name of the weights' format for messages."""
+        return "INT4" if self.int4 is not None else (self.weight_4bit or self.input_spec).name
 
 
 @dataclass(frozen=True)
@@ -140,9 +165,19 @@ class Quantization:
     ignore: tuple[str, ...]
     producer: str
     has_fp8_cache: bool = False  # whether the configuration asks readers to use an FP8 KV cache
+    modules: Mapping[str, Scheme] = field(default_factory=dict)  # by the name of a layer or of a module around it
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        return (*(scheme for _, scheme in self.groups), *self.modules.values())
 
     def find_scheme(self, linear: str) -> Scheme | None:
         """Returns the scheme of the group with this layer, or None. Targets by name precede targets by class."""
+        name = linear
+        while name and self.modules:
+            if name in self.modules:
+                return self.modules[name]
+            name = name.rpartition(".")[0]
         hits = [(target, scheme) for targets, scheme in self.groups for target in targets if matches(target, linear)]
         named = (scheme for target, scheme in hits if target != CLASS)
         return next(named, hits[0][1] if hits else None)
@@ -152,9 +187,9 @@ class Quantization:
         scheme = self.find_scheme(linear)
         if scheme is None:
             raise ModelError(f"{linear} has FP8 weights but quantization_config has no group for it.")
-        if scheme.weight_4bit is not None:
+        if scheme.weight_4bit is not None or scheme.int4 is not None:
             raise ModelError(
-                f"{linear} has FP8 weights but quantization_config says {scheme.weight_4bit.name}; correct "
+                f"{linear} has FP8 weights but quantization_config says {scheme.weight_name}; correct "
                 "quantization_config, or write the model again."
             )
         return scheme
@@ -223,6 +258,8 @@ def _compressed_tensors(config: Fields) -> Quantization:
 
 def _ct_scheme(group: Fields) -> Scheme:
     name, weights = "compressed-tensors", group.object("weights")
+    if weights is not None and (weights.raw("num_bits"), weights.raw("type")) == (4, "int"):
+        return Scheme(name, UNQUANTIZED, int4=_ct_int4(group, weights))
     spec = None if weights is None else _ct_4bit(weights)
     if weights is None or spec is None:
         return Scheme(name, _ct_inputs(group))
@@ -235,6 +272,19 @@ def _ct_scheme(group: Fields) -> Scheme:
     if has_inputs:
         return Scheme(name, NVFP4_INPUT, spec)
     return Scheme(name, UNQUANTIZED, spec, drops_inputs=inputs is not None)
+
+
+def _ct_int4(group: Fields, weights: Fields) -> Int4:
+    name, strategy, size = "compressed-tensors", weights.text("strategy"), weights.integer("group_size")
+    if group.object("input_activations") is not None:
+        raise _unsupported(name, "input_activations", "beside INT4 weights")
+    if strategy not in ("group", "channel"):
+        raise _unsupported(name, "INT4 weight strategy", strategy)
+    if strategy == "group" and (size is None or size < 1):
+        raise _unsupported(name, "INT4 group_size", size)
+    if (order := weights.raw("actorder")) not in (None, False, "weight", "static"):  # the others permute columns
+        raise _unsupported(name, "actorder", order)
+    return Int4(size if strategy == "group" else None, weights.boolean("symmetric") is not False)
 
 
 def _ct_4bit(args: Fields) -> QuantSpec | None:
@@ -351,18 +401,37 @@ def _modelopt(config: Fields) -> Quantization:
     has_fp8_cache = cache is not None or config.object("kv_cache_scheme") is not None
     if algo is None and has_fp8_cache:
         return Quantization((), ignore, "modelopt", has_fp8_cache)
+    if algo is not None and algo.upper() == MODELOPT_MIXED:
+        return Quantization((), ignore, "modelopt", has_fp8_cache, _modelopt_modules(config))
+    scheme = _modelopt_scheme(algo)
+    for group in config.objects("config_groups"):
+        if scheme.weight_4bit is not None and scheme.weight_4bit.name == NVFP4.name:
+            scheme = replace(scheme, weight_4bit=_with_scale_choice(NVFP4, group.object("weights")))
+    return Quantization((((CLASS,), scheme),), ignore, "modelopt", has_fp8_cache)
+
+
+def _modelopt_scheme(algo: str | None) -> Scheme:
     name = "" if algo is None else algo.upper()
     if name in _MODELOPT_4BIT:
-        weight, drops_inputs = _MODELOPT_4BIT[name]
-        if weight == NVFP4:
-            for group in config.objects("config_groups"):
-                weight = _with_scale_choice(weight, group.object("weights"))
-        scheme = Scheme("modelopt", UNQUANTIZED, weight, drops_inputs)
-    elif name in MODELOPT:
-        scheme = Scheme("modelopt", MODELOPT[name][0])
-    else:
-        raise _unsupported("modelopt", "quant_algo", algo)
-    return Quantization((((CLASS,), scheme),), ignore, "modelopt", has_fp8_cache)
+        return Scheme("modelopt", UNQUANTIZED, *_MODELOPT_4BIT[name], has_pre_quant_scales=name == MODELOPT_AWQ)
+    if name in MODELOPT:
+        return Scheme("modelopt", MODELOPT[name][0])
+    raise _unsupported("modelopt", "quant_algo", algo)
+
+
+def _modelopt_modules(config: Fields) -> dict[str, Scheme]:
+    """Returns the schemes of the modules that MIXED_PRECISION lists. Equal ones are one object."""
+    layers = config.named_objects("quantized_layers")
+    if not layers:
+        raise ModelError(f"{config.where} says {MODELOPT_MIXED} and names no module in quantized_layers.")
+    schemes: dict[str | None, Scheme] = {}
+    modules: dict[str, Scheme] = {}
+    for name, layer in layers.items():
+        algo = layer.text("quant_algo")
+        if algo not in schemes:
+            schemes[algo] = _modelopt_scheme(algo)
+        modules[name] = schemes[algo]
+    return modules
 
 
 def _fbgemm(config: Fields) -> Quantization:
@@ -414,6 +483,13 @@ def to_global_scale(name: str, stored: Tensor, note: str | None) -> Tensor:
     if name.endswith(ENCODING_GLOBAL):
         return to_quantizing_scale(name, stored, note)
     return to_quantizing_scale(name, stored).new_tensor(float(check_scale(name, stored)))
+
+
+def to_pre_quant_scale(name: str, stored: Tensor, cols: int) -> Tensor:
+    """Returns the factors of a layer's input, FP32 [cols]. Raises ModelError if the shape or a value is unusable."""
+    if tuple(stored.shape) != (cols,):
+        raise ModelError(f"{name} has the shape {list(stored.shape)}; an input of {cols} elements takes [{cols}].")
+    return check_scale(name, stored)
 
 
 def to_weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:

@@ -31,23 +31,29 @@ EXPONENT_DTYPES = (torch.uint8, E8M0)
 _MAX_EXPONENTS = {torch.float8_e4m3fn: 119, torch.uint8: 125}
 
 
-class MxShards(ComputedShards):
-    """Shards whose MX weights are dequantized when they are read. `scales` has the key of each one's scales."""
+class WidenedShards(ComputedShards):
+    """Shards whose quantized weights become high precision when they are read.
+
+    `note` is a sentence about them for the user, and `check` raises ModelError if a scale of theirs cannot be used.
+    """
 
     def __init__(
         self,
         stored: Shards,
         entries: dict[str, StoredTensor],
         computed: Mapping[str, Callable[[], Tensor]],
-        scales: Mapping[str, str],
+        note: str,
+        check: Callable[[], None],
     ) -> None:
         super().__init__(stored, entries, computed)
-        self.scales = scales
+        before = stored if isinstance(stored, WidenedShards) else None
+        self.notes: tuple[str, ...] = (*(before.notes if before else ()), note)
+        self._checks: tuple[Callable[[], None], ...] = (*(before._checks if before else ()), check)
 
-    def check_exponents(self) -> None:
-        """Raises ModelError if an exponent is NaN or too large for BF16. Reads only the exponents."""
-        for key, scale in self.scales.items():
-            check_exponents(scale, self._stored[scale], self._stored.entries[key].dtype)
+    def check_scales(self) -> None:
+        """Raises ModelError if a scale cannot be used. Reads only scales."""
+        for check in self._checks:
+            check()
 
 
 def with_weight_names(shards: Shards) -> Shards:
@@ -75,7 +81,18 @@ def dequantize_mx(shards: Shards, keeps: Callable[[str, bool], bool] = lambda mo
         entry = replace(entries.pop(key), dtype=torch.bfloat16, shape=(rows, columns * MX_BLOCK), note=None)
         entries.pop(scale)
         entries[name], computed[name] = entry, partial(_dequantize, shards, key, scale)
-    return MxShards(shards, entries, computed, scales) if computed else shards
+    if not computed:
+        return shards
+
+    def check() -> None:
+        for key, scale in scales.items():
+            check_exponents(scale, shards[scale], shards.entries[key].dtype)
+
+    note = (
+        f"{len(computed)} weights, {next(iter(computed))} among them, are in MX blocks of {MX_BLOCK} and run in BF16, "
+        "which holds them exactly; for FP8 calibrate the model, or serve with --recipe rowwise or block."
+    )
+    return WidenedShards(shards, entries, computed, note, check)
 
 
 def find_mx_scales(entries: Mapping[str, StoredTensor]) -> dict[str, str]:
@@ -85,14 +102,9 @@ def find_mx_scales(entries: Mapping[str, StoredTensor]) -> dict[str, str]:
     return {key: scale for key, scale in scales.items() if scale is not None}
 
 
-def mx_notes(shards: Shards) -> tuple[str, ...]:
-    """Returns a note for the user if the model has MX weights, otherwise an empty tuple."""
-    if not isinstance(shards, MxShards):
-        return ()
-    return (
-        f"{len(shards.computed)} weights, {next(iter(shards.computed))} among them, are in MX blocks of {MX_BLOCK} and "
-        "run in BF16, which holds them exactly; for FP8 calibrate the model, or serve with --recipe rowwise or block.",
-    )
+def widened_notes(shards: Shards) -> tuple[str, ...]:
+    """Returns notes for the user about weights that become high precision when they are read."""
+    return shards.notes if isinstance(shards, WidenedShards) else ()
 
 
 def mxfp4(codes: Tensor, scales: Tensor) -> Tensor:

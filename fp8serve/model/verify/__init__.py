@@ -56,6 +56,9 @@ CHECKS: tuple[Check, ...] = (
     values.check_default_scales,
     four_bit.check_global_scales,
     four_bit.check_4bit_config,
+    four_bit.check_int4_weights,
+    four_bit.check_pre_quant_scales,
+    four_bit.check_sizes_of_4bit_weights,
     four_bit.check_order_of_codes,
 )
 

@@ -99,6 +99,7 @@ def check_orphaned_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds scales of a weight that is missing or not FP8."""
     quantized = checkpoint.weights.keys() | {key.rpartition(".")[0] for key in checkpoint.mx_scales}
     quantized |= {owner_of_codes(key) for key in checkpoint.entries if checkpoint.is_4bit_name(key)}
+    quantized |= checkpoint.int4_owners
     for owner, key in checkpoint.with_role("weight", "input"):
         if owner not in quantized:
             exists = f"{owner}.weight" in checkpoint.entries
@@ -175,8 +176,8 @@ def check_fp8_without_config(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 
 def check_config_without_quantized_weights(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     quantization = checkpoint.quantization
-    is_quantized = checkpoint.weights or checkpoint.mx_scales or checkpoint.packed
-    if quantization is not None and quantization.groups and not is_quantized:
+    is_quantized = checkpoint.weights or checkpoint.mx_scales or checkpoint.packed or checkpoint.int4_owners
+    if quantization is not None and quantization.schemes and not is_quantized:
         what = f"says that weights are quantized by {quantization.producer}, and none is"
         yield error("config", _CONFIG, what, "remove it, or write the model again")
 
@@ -192,8 +193,8 @@ def check_ignored_layers(checkpoint: RawCheckpoint) -> Iterator[Finding]:
             yield error("config", key, f"is FP8, but {_CONFIG} leaves {owner} out", _CORRECT_CONFIG)
         elif scheme is None:
             yield error("config", key, f"is FP8, but no group of {_CONFIG} has {owner}", _CORRECT_CONFIG)
-        elif scheme.weight_4bit is not None:
-            yield error("config", key, f"is FP8, but {_CONFIG} says {scheme.weight_4bit.name}", _CORRECT_CONFIG)
+        elif scheme.weight_4bit is not None or scheme.int4 is not None:
+            yield error("config", key, f"is FP8, but {_CONFIG} says {scheme.weight_name}", _CORRECT_CONFIG)
     leaves = {owner.rpartition(".")[2] for owner in checkpoint.weights}
     for key, entry in checkpoint.entries.items():
         owner = key.removesuffix(".weight")

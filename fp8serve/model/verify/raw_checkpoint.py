@@ -18,7 +18,7 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8.ops.arithmetic import BLOCK, MX_BLOCK
 from fp8serve.fp8.spec import MXFP4, MXFP8, NVFP4, Granularity, QuantSpec, weight_specs
 from fp8serve.fp8.stateful import state_key
-from fp8serve.model.formats import interop, microscaling
+from fp8serve.model.formats import int4, interop, microscaling
 from fp8serve.model.formats.interop import Quantization, Role, ScaleKey
 from fp8serve.model.formats.scales import FILE_NAME
 from fp8serve.model.formats.torchao import canonical_name, with_canonical_names
@@ -167,6 +167,12 @@ class RawCheckpoint:
                 result[owner] = PackedWeight(key, NVFP4)
         return result
 
+    @cached_property
+    def int4_owners(self) -> frozenset[str]:
+        """The names of the modules with weights in INT4."""
+        keys = (key for key, entry in self.entries.items() if int4.is_packed_int4(key, entry))
+        return frozenset(key.removesuffix(int4.PACKED) for key in keys)
+
     def is_4bit_name(self, key: str) -> bool:
         """Returns whether the tensor has the name, type and number of dimensions of a weight of 4 bits."""
         entry = self.entries[key]
@@ -262,8 +268,10 @@ class RawCheckpoint:
         return _parse_key(key)[0]
 
     def _is_not_scale(self, key: str) -> bool:
-        """Returns whether the tensor is no scale despite its name: training state, or a limit."""
-        return state_key(key) is not None or key.endswith(_NOT_SCALES)
+        """Returns whether the tensor is no scale despite its name: training state, a limit, or a zero point of INT4."""
+        owner, _, leaf = key.rpartition(".")
+        is_zero_point = leaf == "weight_zero_point" and owner in self.int4_owners
+        return state_key(key) is not None or key.endswith(_NOT_SCALES) or is_zero_point
 
 
 def owner_of_codes(key: str) -> str:
