@@ -49,9 +49,9 @@ INFO: dict[str, Any] = {"device": "cpu", "kernels": {}}
 def run_engine(arguments: list[str], step_seconds: float) -> int:
     """Runs a worker with an engine that has no model."""
     from fp8serve.engine import worker
-    from fp8serve.engine.output import RequestOutput, StepOutput, Timing
+    from fp8serve.engine.output import RequestOutput, Timing
     from fp8serve.engine.request import EngineLimits, Request
-    from fp8serve.engine.sequence import Sequence
+    from fp8serve.engine.sequence import Sequence, StepOutput
     from fp8serve.processes import Phases
 
     class PacedEngine:

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from fp8serve.engine import runner as runner_module
 from fp8serve.engine import sampler
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.output import StepOutput
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.engine.sequence import StepOutput
 from fp8serve.engine.worker import Connection, Worker
 from fp8serve.train.scratch import write_random_model
 

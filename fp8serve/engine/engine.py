@@ -31,19 +31,12 @@ from fp8serve.engine.flights import Flight
 from fp8serve.engine.grammar import Mask, Masks, validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.output import (
-    Completion,
-    FinishReason,
-    RequestOutput,
-    StepOutput,
-    TokenLogprob,
-    to_request_output,
-)
+from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampler import NOT_FINITE, SamplingPlan, launch_sampling
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler, StepWork, Work
-from fp8serve.engine.sequence import Sequence, Status
+from fp8serve.engine.sequence import Sequence, Status, StepOutput, to_request_output
 from fp8serve.engine.text import TextStream
 from fp8serve.engine.weights import replace_weights
 from fp8serve.errors import MachineError, RequestError

@@ -6,7 +6,7 @@
               uint32), then the texts, in UTF-8, without separators
 
 All numbers are little-endian. The client numbers its requests (`stream`), and JSON messages about a request have its
-number, too. A frame has the outputs that are nothing but one more token and its text (PlainToken in output.py); the
+number, too. A frame has the outputs that are nothing but one more token and its text (PlainToken in sequence.py); the
 client knows all their other fields from earlier outputs. Each takes 12 bytes and the text, where JSON takes about 120.
 All other outputs are JSON. Nothing is unpickled, and a payload that does not match its
 lengths raises MessageError. This module does not import torch.

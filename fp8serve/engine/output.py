@@ -2,12 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fp8serve.options import known_fields
-
-if TYPE_CHECKING:
-    from fp8serve.engine.sequence import Sequence
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -107,21 +104,6 @@ class RequestOutput:
 
 def _logprob_from_json(data: Mapping[str, Any]) -> TokenLogprob:
     return TokenLogprob(data["token_id"], data["logprob"], tuple((token, value) for token, value in data["top"]))
-
-
-PlainToken = tuple["Sequence", int, int, str]
-"""An output that is nothing but one more token: the sequence, its number of tokens with this one, the token's id, and
-the text that it released. Most outputs of a step are such tuples, because a RequestOutput takes ten times as long to
-create."""
-StepOutput = RequestOutput | PlainToken
-
-
-def to_request_output(output: StepOutput) -> RequestOutput:
-    if isinstance(output, RequestOutput):
-        return output
-    seq, num_tokens, token_id, text = output
-    counts = seq.num_prompt, num_tokens - seq.num_prompt, seq.num_cached
-    return RequestOutput(seq.request_id, text, (token_id,), None, None, *counts)
 
 
 @dataclass(frozen=True, slots=True)

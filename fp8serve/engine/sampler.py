@@ -108,7 +108,7 @@ class SamplingPlan:
         if self.logprobs:
             self.logprob_rows = to_device(self.logprobs, torch.long, device)
         if self.sampled:
-            _, self.seed_hashes, filters = zip(*[seqs[row].sampling for row in self.sampled], strict=True)  # type: ignore[misc]
+            _, self.seed_hashes, filters = zip(*[seqs[row].sampling for row in self.sampled], strict=True)
             self.sampled_rows = to_device(self.sampled, torch.long, device)
             columns = np.array(filters, np.float64).T
             temperature, top_k, top_p, min_p = to_device(np.ascontiguousarray(columns), torch.float64, device)

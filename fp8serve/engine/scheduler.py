@@ -30,6 +30,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.output import FinishReason
@@ -201,6 +202,13 @@ def _interleave(seqs: Iterable[Sequence], owner: Callable[[Sequence], Hashable])
     return [seq for _, seq in sorted(rounds, key=lambda item: item[0])]
 
 
+def _decrement(counts: Counter[Any], key: Hashable) -> None:
+    """Counts one less of `key`, and forgets a key whose count is 0."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
 class Scheduler:
     """Owns the waiting and running sequences and the block pool. For each step the engine calls `schedule`, launches
     the work, and calls `launch`; when the sampled tokens have arrived, it calls `advance`. Between `launch` and
@@ -346,10 +354,8 @@ class Scheduler:
 
     def _remove_running(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        for counts, key in ((self._num_running_of_tenant, seq.tenant), (self._num_running_of_group, seq.group)):
-            counts[key] -= 1
-            if not counts[key]:
-                del counts[key]
+        _decrement(self._num_running_of_tenant, seq.tenant)
+        _decrement(self._num_running_of_group, seq.group)
 
     def _preempt(self, seq: Sequence) -> None:
         self._is_fair = False

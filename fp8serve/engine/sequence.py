@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
 from fp8serve.engine.bad_words import Ban
-from fp8serve.engine.output import FinishReason, Timing, TokenLogprob
+from fp8serve.engine.output import FinishReason, RequestOutput, Timing, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 
@@ -126,3 +126,18 @@ class Sequence:
     def num_pending(self) -> int:
         """The number of tokens whose computation is not launched yet: 1 while decoding."""
         return self.num_tokens - self.num_launched
+
+
+PlainToken = tuple[Sequence, int, int, str]
+"""An output that is nothing but one more token: the sequence, its number of tokens with this one, the token's id, and
+the text that it released. Most outputs of a step are such tuples, because a RequestOutput takes ten times as long to
+create."""
+StepOutput = RequestOutput | PlainToken
+
+
+def to_request_output(output: StepOutput) -> RequestOutput:
+    if isinstance(output, RequestOutput):
+        return output
+    seq, num_tokens, token_id, text = output
+    counts = seq.num_prompt, num_tokens - seq.num_prompt, seq.num_cached
+    return RequestOutput(seq.request_id, text, (token_id,), None, None, *counts)

@@ -50,8 +50,9 @@ from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine,
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.messages import encode_json, encode_tokens
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.output import RequestOutput, StepOutput
+from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request, Task
+from fp8serve.engine.sequence import StepOutput
 from fp8serve.engine.task import task_of
 from fp8serve.errors import Fp8ServeError, RequestError
 from fp8serve.processes import describe_error, end_process, process_seconds

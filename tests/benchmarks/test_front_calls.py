@@ -6,7 +6,7 @@ import pytest
 from benchmarks.front_calls import measure
 from fp8serve.server.serving.generation import Generation
 
-MAX_CALLS = 32.0  # Python and C functions per token, with one event per token
+MAX_CALLS = 28.0  # Python and C functions per token, with one event per token
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])

@@ -12,7 +12,7 @@ from fp8serve.engine.graphs import Buffers
 from fp8serve.train.scratch import write_random_model
 
 MAX_CALLS = 12.0  # Python and C functions per greedy sequence and step
-MAX_MIXED_CALLS = 20.0  # if the step also computes the prompt of a new request
+MAX_MIXED_CALLS = 12.0  # if the step also computes the prompt of a new request
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ from fp8serve.engine import worker as worker_module
 from fp8serve.engine.client import EngineClient, Token
 from fp8serve.engine.embedding_engine import EncoderEngine
 from fp8serve.engine.messages import MAX_MESSAGE_BYTES, MessageReader, encode_json
-from fp8serve.engine.output import RequestOutput, StepOutput, Timing, TokenLogprob, to_request_output
+from fp8serve.engine.output import RequestOutput, Timing, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.engine.sequence import StepOutput, to_request_output
 from fp8serve.engine.worker import Worker
 from fp8serve.errors import MachineError, RequestError
 from tests.patience import eventually

@@ -47,11 +47,11 @@ class SizeLimits:
 
 def _attribute(body: Any, name: str) -> Any:
     """Returns an attribute of a body, or None if its class has none. Asking pydantic for it would take 3 us."""
-    return getattr(body, name) if name in _attributes(type(body)) else None
+    return getattr(body, name) if name in _attributes(body.__class__) else None
 
 
 @cache
-def _attributes(model: type[Any]) -> frozenset[str]:
+def _attributes(model: Any) -> frozenset[str]:
     return frozenset((*model.model_fields, *dir(model)))
 
 
