@@ -11,7 +11,8 @@ A Python file depends on these files:
   tests; and every file, if it lists the root of the repository.
 
 A test that uses the command line depends on the commands that its strings name, or on all if they name none. No import
-leads to csrc/: CSRC names the tests of its folders. A file that nothing names, such as a page, affects no test.
+leads to csrc/: CSRC names the tests of its folders. FEW_SOURCES names tests that run only for some of their
+dependencies. A file that nothing names, such as a page, affects no test.
 """
 
 import ast
@@ -41,10 +42,22 @@ CSRC = {
     "csrc/*": (*CPU_TESTS, "tests/cuda/"),  # headers of both libraries, and CMakeLists.txt
 }
 
+# Tests of data races and kills. Of their dependencies, these decide the outcome; the others give inputs.
+KILLS = ("fp8serve/train/*", "fp8serve/model/storage/*", "fp8serve/ranks.py", "fp8serve/processes.py", "tests/train/*")
+FEW_SOURCES = {
+    "tests/cuda/test_races.py": ("csrc/cuda/*", "csrc/*.h", "tests/cuda/*"),
+    "tests/train/test_killed_groups.py": KILLS,
+    "tests/train/sharded/test_stops.py": (*KILLS, "tests/fp8/distributed/*"),
+}
+
 
 def affected_tests(changed: Collection[str]) -> set[str]:
     """Returns the test files that a change of the files `changed` can affect. All paths are relative to the root."""
     return Sources(ROOT).affected_tests(changed)
+
+
+def matches(files: Iterable[str], patterns: Collection[str]) -> bool:
+    return any(fnmatch(file, pattern) for file in files for pattern in patterns)
 
 
 def is_changed(name: str, changed: Collection[str]) -> bool:
@@ -84,11 +97,12 @@ class Sources:
         self.on_cli = self.dependents([CLI])
 
     def affected_tests(self, changed: Collection[str]) -> set[str]:
+        few = {test for test, sources in FEW_SOURCES.items() if not matches(changed, sources)}
         rules = (next((tests for pattern, tests in CSRC.items() if fnmatch(file, pattern)), ()) for file in changed)
         of_csrc = tuple(prefix for prefixes in rules for prefix in prefixes)
         names = set(self.direct).union(*self.direct.values())
         affected = self.dependents(name for name in names if is_changed(name, changed))
-        return {test for test in self.tests() if test.startswith(of_csrc) or affected & self.entries(test)}
+        return {test for test in self.tests() if test.startswith(of_csrc) or affected & self.entries(test)} - few
 
     def tests(self) -> list[str]:
         return [file for file in self.texts if file.startswith("tests/") and "/test_" in file]

@@ -22,13 +22,12 @@ import re
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dependencies import affected_tests
+from tests.dependencies import affected_tests, matches
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests/durations.json"
@@ -158,7 +157,7 @@ def changed_files(reference: str) -> list[str] | None:
 def affected_files(reference: str) -> list[str] | None:
     """Returns the test files that the change since `reference` can affect. Returns None if it can affect all."""
     changed = changed_files(reference)
-    if changed is None or any(fnmatch(file, pattern) for file in changed for pattern in EVERYTHING):
+    if changed is None or matches(changed, EVERYTHING):
         return None
     return sorted(affected_tests(changed))
 

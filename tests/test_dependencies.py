@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dependencies import EVERY_FILE, ROOT, Sources, is_changed, reachable
+from tests.dependencies import EVERY_FILE, FEW_SOURCES, ROOT, Sources, is_changed, reachable
 
 FILES = {
     "fp8serve/__init__.py": '_MODULES = {"Linear": "fp8serve.layers.linear"}',
@@ -131,6 +131,16 @@ def test_a_helper_affects_the_tests_that_use_it() -> None:
     assert "server" in folders("tests/server/fakes.py")
     assert not folders("tests/server/fakes.py") & {"cuda", "csrc", "train", "engine", "model"}
     assert "tests/cuda/test_races.py" in affected("tests/cuda/race_run.py")  # which runs it as a process
+
+
+@pytest.mark.parametrize("test", FEW_SOURCES)
+def test_races_and_kills_run_for_few_sources(test: str) -> None:
+    deciding = {"tests/cuda/test_races.py": "csrc/cuda/gemm.cu"}.get(test, "fp8serve/train/checkpointing.py")
+    assert test in affected(deciding)
+    assert test in affected(test)
+    assert test not in affected("fp8serve/fp8/ops/casts.py")
+    for pattern in FEW_SOURCES[test]:
+        assert any(ROOT.glob(pattern)), pattern
 
 
 def test_every_file_of_the_product_affects_a_test() -> None:
