@@ -114,9 +114,9 @@ demo: setup ## the whole main job, offline: calibrate, serve, fine-tune over HTT
 test: setup ## the tests that a person waits for; PYTEST_ARGS="tests/fp8 -k saturate" for some of them
 	$(PYTEST) -m "$(QUICK)" --pairwise $(if $(TEST_SECONDS),--within $(TEST_SECONDS)) $(PYTEST_ARGS)
 
-# MAIN: the branch that a change is compared with; without it, or on it, every family of tests runs.
+# MAIN: the branch that a change is compared with; without it, or on it, the tests of all files run.
 MAIN ?= $(shell git rev-parse --verify --quiet origin/main >/dev/null && echo origin/main || echo main)
-test-changed: setup ## the tests that a change needs: pairs of sweeps, and long families where their files differ from main
+test-changed: setup ## the tests that a change needs: pairs of sweeps, and the test files that depend on a changed file
 	$(PYTEST) --pairwise --changed-since $(MAIN) --durations-file build/durations.json $(PYTEST_ARGS)
 
 test-all: setup ## every test

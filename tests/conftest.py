@@ -20,7 +20,9 @@ import pytest
 from tests.durations import Durations
 from tests.selection import (  # noqa: F401 (hooks of pytest)
     add_options,
+    find_affected,
     pytest_collection_modifyitems,
+    pytest_configure_node,
     pytest_deselected,
     pytest_sessionfinish,
     pytest_terminal_summary,
@@ -67,6 +69,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    find_affected(config)
     if config.option.durations_file and not hasattr(config, "workerinput"):  # under xdist one process reports
         config.pluginmanager.register(Durations(Path(config.option.durations_file)))
 

@@ -6,12 +6,11 @@
   together (a tail and a format), hardly ever on three. The parts of the name of a `Case` count as parameters. With
   `pairwise(strength=1)`, every single value occurs in at least one selected case. This is enough for parameters that
   other tests cover one by one, such as recipes and architectures.
-* With `--changed-since REF`, all tests of a family (FAMILIES) run if one of its files, or a helper of the tests, has
-  changed since the common ancestor of HEAD and REF; otherwise only its tests marked `smoke`. If git cannot compare,
-  every family runs.
+* With `--changed-since REF`, all tests of a file run if a file that it depends on (tests/dependencies.py) has changed
+  since the common ancestor of HEAD and REF; otherwise only its tests marked `smoke`. If git cannot compare, or one of
+  EVERYTHING has changed, the tests of all files run.
 * With `--within SECONDS`, the fastest functions run, as many as fit by their recorded seconds (tests/durations.json).
   Tests marked `smoke`, and functions without recorded seconds, always run.
-
 * With `--reruns N`, only tests of servers and browsers are repeated: a kernel or a race that fails once is wrong.
 
 The summary states how many tests each rule left out and, for tests that -m left out, how many of each mark.
@@ -23,18 +22,19 @@ import re
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.dependencies import affected_tests, matches
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests/durations.json"
 LONG_MARKS = ("emulator", "distributed", "browser", "exhaustive", "slow")
 REASON = pytest.StashKey[str]()
 LEFT_OUT = pytest.StashKey[Counter[str]]()
+AFFECTED = pytest.StashKey[list[str] | None]()
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
@@ -132,60 +132,8 @@ def too_expensive(items: Sequence[pytest.Item], seconds: float, means: Mapping[s
 # --- what changed -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Family:
-    """Slow tests (folders and files), and patterns of the source files that they test; `*` also matches slashes."""
-
-    tests: tuple[str, ...]
-    sources: tuple[str, ...]
-
-
-EVERYTHING = ("pyproject.toml", "constraints.txt", "Makefile", ".ci/*", "tests/conftest.py", "tests/selection.py")
-KERNELS = ("csrc/*.h", "csrc/CMakeLists.txt", "fp8serve/fp8/*", "fp8serve/processes.py")
-TRAINING = ("csrc/cpu/*", *KERNELS, "fp8serve/train/*", "fp8serve/model/*", "fp8serve/ranks.py", "calibrate/*")
-FAMILIES = {
-    "CUDA kernels, emulated": Family(("tests/cuda",), ("csrc/cuda/*", *KERNELS)),
-    "CPU kernels": Family(("tests/csrc",), ("csrc/cpu/*", *KERNELS)),
-    "the console in a browser": Family(
-        ("tests/server/console",),
-        ("fp8serve/server/console/*", "fp8serve/server/api/*", "fp8serve/server/schemas/*", "fp8serve/server/http/*"),
-    ),
-    "training in several processes": Family(
-        ("tests/fp8/distributed", "tests/train/sharded", "tests/train/test_processes.py"), TRAINING
-    ),
-    "killed training": Family(("tests/train/test_job_process.py", "tests/train/test_killed_groups.py"), TRAINING),
-    "requests that are long or hostile": Family(
-        ("tests/server/parsing",), ("fp8serve/server/*", "fp8serve/model/*", "fp8serve/processes.py")
-    ),
-    "every architecture": Family(
-        ("tests/compatibility",),
-        (*KERNELS, "fp8serve/model/*", "fp8serve/engine/*", "fp8serve/train/forward.py", "calibrate/*"),
-    ),
-    "hostile files of models": Family(("tests/model/test_hostile.py",), ("fp8serve/model/*", "fp8serve/errors.py")),
-    "demonstrations": Family(
-        ("tests/test_demo.py", "tests/test_demo_smollm2.py"),
-        ("fp8serve/demos/*", "fp8serve/commands/demo.py", "fp8serve/running.py", *TRAINING),
-    ),
-    "examples": Family(
-        ("tests/test_examples.py",), ("examples/*", "csrc/cpu/*", *KERNELS, "fp8serve/model/*", "fp8serve/errors.py")
-    ),
-    "the rehearsal of make gpu": Family(
-        ("tests/benchmarks/test_gpu.py",),
-        (
-            "benchmarks/*",
-            "csrc/*",
-            "tests/cuda/*",
-            *KERNELS,
-            "fp8serve/model/*",
-            "fp8serve/engine/*",
-            "fp8serve/options.py",
-        ),
-    ),
-    "smoothing": Family(
-        ("tests/calibration/test_smoothing.py", "tests/calibration/test_real_weights.py"),
-        ("calibrate/*", "fp8serve/model/*", *KERNELS),
-    ),
-}
+EVERYTHING = ("pyproject.toml", "constraints.txt", "Makefile", ".ci/*", "tests/conftest.py", "tests/selection.py",
+              "tests/dependencies.py", "tests/durations.py")  # fmt: skip
 
 
 def changed_files(reference: str) -> list[str] | None:
@@ -206,33 +154,23 @@ def changed_files(reference: str) -> list[str] | None:
         return None
 
 
-def matches(files: Iterable[str], patterns: Iterable[str]) -> bool:
-    return any(fnmatch(file, pattern) for file in files for pattern in patterns)
+def affected_files(reference: str) -> list[str] | None:
+    """Returns the test files that the change since `reference` can affect. Returns None if it can affect all."""
+    changed = changed_files(reference)
+    if changed is None or matches(changed, EVERYTHING):
+        return None
+    return sorted(affected_tests(changed))
 
 
-def unchanged_families(changed: Sequence[str]) -> list[str]:
-    """Returns the names of the families whose files did not change."""
-    if matches(changed, EVERYTHING):
-        return []
-    helpers = [path for path in changed if path.startswith("tests/") and not Path(path).name.startswith("test_")]
-    return [
-        name
-        for name, family in FAMILIES.items()
-        if not matches(changed, family.sources)
-        and not any(path.startswith(family.tests) for path in changed)
-        and not helpers
-    ]
-
-
-def outside_sample(items: Sequence[pytest.Item], families: Iterable[str]) -> list[pytest.Item]:
-    """Returns the items of these families except their samples: tests marked `smoke` that need no emulated GPU. The
-    emulator takes 90 seconds to compile on one core."""
-    folders = tuple(str(ROOT / path) for name in families for path in FAMILIES[name].tests)
+def outside_sample(items: Iterable[pytest.Item], affected: Sequence[str]) -> list[pytest.Item]:
+    """Returns the items of other files than `affected`, except their samples: tests marked `smoke` that need no
+    emulated GPU. The emulator takes 90 seconds to compile on one core."""
+    files = {ROOT / file for file in affected}
 
     def is_sample(item: pytest.Item) -> bool:
         return bool(item.get_closest_marker("smoke")) and not item.get_closest_marker("emulator")
 
-    return [item for item in items if str(item.path).startswith(folders) and not is_sample(item)]
+    return [item for item in items if item.path not in files and not is_sample(item)]
 
 
 # --- pytest -----------------------------------------------------------------------------------------------------------
@@ -242,7 +180,19 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection", "which tests run (tests/selection.py)")
     group.addoption("--pairwise", action="store_true", help="sweeps marked pairwise: every pair of values, not all")
     group.addoption("--within", metavar="SECONDS", type=float, help="the quickest tests, by tests/durations.json")
-    group.addoption("--changed-since", metavar="REF", help="long families in full only where their files changed")
+    group.addoption("--changed-since", metavar="REF", help="only samples of files that the change cannot affect")
+
+
+def find_affected(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # under xdist the controller has read the sources
+        config.stash[AFFECTED] = config.workerinput["affected"]
+    elif config.option.changed_since:
+        config.stash[AFFECTED] = affected_files(config.option.changed_since)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["affected"] = node.config.stash.get(AFFECTED, None)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -267,8 +217,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if not (item.path.is_relative_to(ROOT / "tests/server") or item.get_closest_marker("browser")):
                 item.add_marker(pytest.mark.flaky(reruns=0))
-    if config.option.changed_since and (changed := changed_files(config.option.changed_since)) is not None:
-        leave_out(outside_sample(items, unchanged_families(changed)), "of families that did not change")
+    if (affected := config.stash.get(AFFECTED, None)) is not None:
+        leave_out(outside_sample(items, affected), "of files that the change cannot affect")
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

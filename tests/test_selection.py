@@ -6,24 +6,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import selection
-from tests.selection import (
-    EVERYTHING,
-    FAMILIES,
-    changed_files,
-    covering,
-    name_axes,
-    outside_sample,
-    too_expensive,
-    unchanged_families,
-)
+from tests.selection import affected_files, changed_files, covering, name_axes, outside_sample, too_expensive
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -102,16 +91,16 @@ def test_the_quickest_functions_run_with_all_their_cases() -> None:
         assert chosen == sorted(left_out, key=lambda name: name == "slow")
 
 
-def test_a_family_runs_if_one_of_its_files_changed() -> None:
-    assert unchanged_families(["README.md", "tests/test_docs.py"]) == list(FAMILIES)
-    for everything in (EVERYTHING[0], "tests/conftest.py", "tests/tiny.py"):
-        assert unchanged_families([everything, "README.md"]) == []
-    for name, family in FAMILIES.items():
-        for path in (*family.tests, *(source.replace("*", "x.h") for source in family.sources)):
-            assert name not in unchanged_families([path])
+def test_a_change_of_the_common_setup_affects_every_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "affected_tests", lambda changed: {f"tests of {file}" for file in changed})
+    for changed in (None, ["README.md", "tests/conftest.py"], ["constraints.txt"]):
+        monkeypatch.setattr(selection, "changed_files", lambda _, changed=changed: changed)
+        assert affected_files("main") is None
+    monkeypatch.setattr(selection, "changed_files", lambda _: ["b", "a"])
+    assert affected_files("main") == ["tests of a", "tests of b"]
 
 
-def test_the_sample_of_an_unchanged_family_runs() -> None:
+def test_the_sample_of_an_unaffected_file_runs() -> None:
     @dataclass
     class Test:
         path: Path
@@ -123,24 +112,9 @@ def test_the_sample_of_an_unchanged_family_runs() -> None:
     paths = [ROOT / "tests/cuda/test_gemm.py", ROOT / "tests/server/test_live.py"]
     marks = [(), ("emulator",), ("emulator", "smoke"), ("smoke",)]
     items: Any = [Test(path, each) for path in paths for each in marks]
-    assert outside_sample(items, []) == []
-    assert outside_sample(items, ["CUDA kernels, emulated", "smoothing"]) == items[:3]
-    assert outside_sample(items, FAMILIES) == items[:3]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_files_of_a_family_exist_and_it_has_a_sample(name: str) -> None:
-    for source in FAMILIES[name].sources:
-        assert any(fnmatch(str(path.relative_to(ROOT)), source) for path in files()), source
-    tests = [path for path in files() if str(path.relative_to(ROOT)).startswith(FAMILIES[name].tests)]
-    samples = [path for path in tests if path.suffix == ".py" and "mark.smoke" in path.read_text()]
-    assert samples
-
-
-@cache
-def files() -> list[Path]:
-    folders = [ROOT / name for name in ("benchmarks", "calibrate", "csrc", "examples", "fp8serve", "tests")]
-    return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert outside_sample(items, ["tests/cuda/test_gemm.py", "tests/server/test_live.py"]) == []
+    assert outside_sample(items, ["tests/server/test_live.py"]) == items[:3]
+    assert outside_sample(items, []) == items[:3] + items[4:7]
 
 
 def test_changed_files_are_those_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

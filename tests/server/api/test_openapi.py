@@ -62,7 +62,7 @@ def test_live_answers_are_as_described(description: Any, method: str, path: str,
     cases = operation.as_strategy(generation_mode=mode)
 
     @hypothesis.given(cases)
-    @hypothesis.settings(max_examples=8, suppress_health_check=ANY)
+    @hypothesis.settings(max_examples=5, suppress_health_check=ANY)
     def check_answer(case: Any) -> None:
         case.call_and_validate(checks=CHECKS, timeout=PATIENCE)
 

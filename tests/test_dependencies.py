@@ -1,0 +1,152 @@
+"""A test file depends on what it imports, runs and reads."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.dependencies import EVERY_FILE, FEW_SOURCES, ROOT, Sources, is_changed, reachable
+
+FILES = {
+    "fp8serve/__init__.py": '_MODULES = {"Linear": "fp8serve.layers.linear"}',
+    "fp8serve/cli.py": "from fp8serve.commands import evaluate, serve",
+    "fp8serve/commands/evaluate.py": "def command():\n    from fp8serve import Linear",
+    "fp8serve/commands/serve.py": "def command():\n    from fp8serve.server import app",
+    "fp8serve/layers/__init__.py": "",
+    "fp8serve/layers/linear.py": '"""See fp8serve.server.app."""\nfrom .ops import cast',
+    "fp8serve/layers/ops.py": "",
+    "fp8serve/server/__init__.py": "",
+    "fp8serve/server/app.py": 'WORKER, PAGES = "fp8serve.server.worker", "console"\nHELP = "see fp8serve.Linear"',
+    "fp8serve/server/worker.py": "def main():\n    from fp8serve.calibration.data import PASSAGES",
+    "fp8serve/server/console/page.html": "",
+    "calibrate/__init__.py": "",
+    "calibrate/data.py": 'PASSAGES = Path(__file__).with_name("passages.jsonl")',
+    "calibrate/passages.jsonl": "",
+    "docs/numbers.md": "",
+    "tests/conftest.py": "import fp8serve.layers.linear",
+    "tests/helpers.py": "def use_linear():\n    import fp8serve\n    fp8serve.Linear()",
+    "tests/test_all.py": 'ROOT = Path(__file__).parents[1]\nPAGES = ROOT.glob("*.md")',
+    "tests/test_command_line.py": 'from fp8serve.cli import main\nmain(["eval"])',
+    "tests/test_every_command.py": "from fp8serve.cli import main, names\nfor name in names: main([name])",
+    "tests/test_child.py": 'CODE = "from fp8serve.layers.ops import cast; cast()"',
+    "tests/test_helped.py": "from tests import helpers",
+    "tests/test_pages.py": 'PAGES = Path(__file__).parents[1] / "docs"',
+    "tests/test_word.py": 'WORD = "docs"',
+    "tests/server/conftest.py": "from fp8serve.server.app import app",
+    "tests/server/stored/old.json": "",
+    "tests/server/test_app.py": "",
+    "tests/server/test_stored.py": 'OLD = Path(__file__).with_name("stored")',
+    "tests/csrc/test_kernels.py": "",
+    "tests/cuda/test_kernels.py": "",
+}  # fmt: skip
+LAYERS = {"child", "command_line", "every_command", "helped"}
+SERVER = {"every_command", "server/app", "server/stored"}
+ALWAYS = {"all"}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changed", "tests"),
+    [
+        ("fp8serve/layers/linear.py", LAYERS - {"child"}),  # by import, by a public name, by a command
+        ("fp8serve/layers/ops.py", LAYERS),  # relative import, code in a string
+        ("fp8serve/layers/__init__.py", LAYERS),
+        ("fp8serve/cli.py", {"command_line", "every_command"}),
+        ("fp8serve/commands/serve.py", {"command_line", "every_command"}),  # which the command line imports
+        ("fp8serve/server/app.py", SERVER),  # not by the docstring of another module
+        ("fp8serve/server/worker.py", SERVER),
+        ("fp8serve/server/console/page.html", SERVER),
+        ("calibrate/data.py", SERVER),
+        ("calibrate/passages.jsonl", SERVER),
+        ("docs/numbers.md", {"pages"}),
+        ("README.md", set()),
+        ("tests/helpers.py", {"helped"}),
+        ("tests/server/conftest.py", {"server/app", "server/stored"}),
+        ("tests/server/stored/old.json", {"server/stored"}),
+        ("tests/test_child.py", {"child"}),
+        ("csrc/cuda/gemm.cu", {"cuda/kernels"}),
+        ("csrc/scales.h", {"cuda/kernels", "csrc/kernels", *LAYERS, "pages", "word"}),
+        ("csrc/cpu/gemm.cpp", {"csrc/kernels", *LAYERS, "pages", "word"}),
+    ],
+)
+def test_a_change_affects_what_depends_on_it(changed: str, tests: set[str], root: Path) -> None:
+    names = {
+        str(path.with_name(path.name.removeprefix("test_")).with_suffix(""))
+        for path in (Path(file).relative_to("tests") for file in Sources(root).affected_tests([changed]))
+    }
+    assert names == tests | ALWAYS
+
+
+@cache
+def sources() -> Sources:
+    return Sources(ROOT)
+
+
+def affected(changed: str) -> set[str]:
+    return sources().affected_tests([changed])
+
+
+def folders(changed: str) -> set[str]:
+    """Returns the folders of the tests that a change affects, without tests that read every file."""
+    return {test.split("/")[1] for test in affected(changed) - affected("LICENSE") if test.count("/") > 1}
+
+
+def test_a_page_affects_the_tests_that_read_pages() -> None:
+    assert {"tests/test_docs.py", "tests/csrc/test_numerics.py"} <= affected("docs/numerics.md")
+    assert not folders("docs/numerics.md") & {"cuda", "engine", "train", "calibration"}
+
+
+def test_a_route_affects_the_server_and_neither_kernels_nor_training() -> None:
+    tests = affected("fp8serve/server/api/openai/chat_routes.py")
+    assert {"tests/server/api/test_openapi.py", "tests/server/console/test_chat.py", "tests/test_main_job.py"} <= tests
+    assert not folders("fp8serve/server/api/openai/chat_routes.py") & {"cuda", "csrc", "fp8"}
+    assert not tests & {
+        "tests/model/test_hostile.py",
+        "tests/train/sharded/test_stops.py",
+        "tests/engine/test_client.py",
+    }
+
+
+def test_a_module_of_training_affects_no_server_whose_trainer_is_a_stub() -> None:
+    tests = affected("fp8serve/train/optimizer.py")
+    assert {"tests/train/test_trainer.py", "tests/server/test_live.py", "tests/test_main_job.py"} <= tests
+    assert "tests/server/finetuning/test_finetune.py" in tests  # one of its tests names TRAINING_COMMAND
+    assert "tests/server/api/test_openai.py" not in tests
+
+
+def test_a_source_of_kernels_affects_the_tests_of_its_library() -> None:
+    assert folders("csrc/cuda/casts.cu") == {"cuda", "benchmarks"}
+    assert folders("csrc/cpu/casts.cpp") >= {"csrc", "fp8", "engine", "train"}
+    assert not folders("csrc/cpu/casts.cpp") & {"server", "model", "calibration"}
+
+
+def test_a_helper_affects_the_tests_that_use_it() -> None:
+    assert "server" in folders("tests/server/fakes.py")
+    assert not folders("tests/server/fakes.py") & {"cuda", "csrc", "train", "engine", "model"}
+    assert "tests/cuda/test_races.py" in affected("tests/cuda/race_run.py")  # which runs it as a process
+
+
+@pytest.mark.parametrize("test", FEW_SOURCES)
+def test_races_and_kills_run_for_few_sources(test: str) -> None:
+    deciding = {"tests/cuda/test_races.py": "csrc/cuda/gemm.cu"}.get(test, "fp8serve/train/checkpointing.py")
+    assert test in affected(deciding)
+    assert test in affected(test)
+    assert test not in affected("fp8serve/fp8/ops/casts.py")
+    for pattern in FEW_SOURCES[test]:
+        assert any(ROOT.glob(pattern)), pattern
+
+
+def test_every_file_of_the_product_affects_a_test() -> None:
+    entries = set[str]().union(*map(sources().entries, sources().tests()))
+    names = reachable(entries, sources().direct)
+    files = [path for folder in ("fp8serve", "calibrate") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    unused = {".pyc", ".so", ".typed"}
+    paths = {str(path.relative_to(ROOT)) for path in files if path.suffix not in unused}
+    assert [path for path in sorted(paths) if not any(is_changed(name, [path]) for name in names - {EVERY_FILE})] == []
