@@ -170,6 +170,7 @@ def test_a_hundred_steps_of_ratios_that_are_one(grpo: Configure, recipe: str) ->
     [
         {"recipe": "rowwise"},
         {"recipe": "block"},
+        {"recipe": "nvfp4"},
         {"recipe": "delayed", "accumulate": 3, "batch_size": 1, "num_iterations": 2, "beta": 0.1},
         {"recipe": "delayed", "master_weights": "optimizer"},
         {"recipe": "delayed", "temperature": 0.7, "num_iterations": 2},
@@ -199,7 +200,7 @@ def test_a_recipe_whose_log_probs_depend_on_the_batch_is_announced(grpo: Configu
 
 
 @exact
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "rowwise", "block"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "rowwise", "block", "nvfp4"])
 def test_weights_given_to_the_engine_equal_the_exported_ones(grpo: Configure, recipe: str) -> None:
     config = grpo(recipe=recipe, max_steps=3)
     result = Trainer(config).run()
