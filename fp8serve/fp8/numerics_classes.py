@@ -162,6 +162,7 @@ ROWS = (
     ),
     Row("cast", "FP8, scales by row or by block", ("quantize_rowwise", "quantize_block"), _EXACT, _CASTS),
     Row("cast", "MXFP8", ("quantize_mx",), _EXACT),
+    Row("cast", "NVFP4, and the rotation before it", ("cast_nvfp4", "rotate"), _EXACT),
     Row(
         "cast of a norm or a gated activation",
         "FP8",
@@ -218,12 +219,14 @@ ROWS = (
     ),
     Row("product", "MXFP8 x MXFP8", ("mx_mm",), _MX_PRODUCT, _GEMM),
     Row("product", "MXFP8 x BF16", ("mx_mm",), _BF16_WITHOUT_INVARIANT, _GEMM),
+    Row("product", "NVFP4 x NVFP4", ("nvfp4_mm",), _MX_PRODUCT, _GEMM),
     Row("product", "BF16 x NVFP4", ("mm_4bit",), _BF16_PRODUCT, _GEMM),
     Row("product", "BF16 x MXFP4", ("mm_4bit",), _BF16_PRODUCT, _GEMM),
     Row("product", "BF16 x BF16", ("mm", "packed_mm"), _BF16_PRODUCT | dict.fromkeys(CHIPS, "torch"), _GEMM),
     Row("product of experts", "FP8 x FP8", ("grouped_mm",), _FP8_EXPERTS, _EXPERTS),
     Row("product of experts", "MXFP8 x MXFP8", ("grouped_mm",), _MX_PRODUCT, _GEMM),
     Row("product of experts", "BF16 x FP8, MXFP8 or BF16", ("grouped_mm",), _BF16_WITHOUT_INVARIANT, _GEMM),
+    Row("product of experts", "BF16 x NVFP4 or MXFP4", ("grouped_mm_4bit",), _BF16_WITHOUT_INVARIANT, _GEMM),
     Row(
         "experts, with activation and casts",
         "FP8 x FP8",

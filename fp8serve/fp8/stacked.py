@@ -39,9 +39,11 @@ def can_stack(experts: Sequence[nn.Module], names: Sequence[str]) -> bool:
 
 
 def _has_grouped_product(layer: FrozenLinear) -> bool:
-    """Returns whether there is a grouped product for the operands: not on a GPU for inputs in BF16, nor MX blocks."""
+    """Returns whether there is a grouped product for the operands: not for inputs of 4 bits, and on a GPU neither for
+    inputs in BF16 nor for MX blocks."""
     is_mx = layer.weight_scale_inv.dtype is E8M0
-    return not layer.weight_q.is_cuda or (layer.input_spec.is_fp8 and not is_mx)
+    on_device = not layer.weight_q.is_cuda or (layer.input_spec.is_fp8 and not is_mx)
+    return on_device and not layer.input_spec.is_4bit
 
 
 def _stacking_key(layers: Sequence[FrozenLinear]) -> tuple[object, ...]:

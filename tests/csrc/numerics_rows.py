@@ -21,7 +21,17 @@ from fp8serve.fp8.ops.inputs import random_normal
 from tests.csrc.conftest import is_present
 
 BF16, (E4M3, E5M2) = torch.bfloat16, FP8_MAX
-PRODUCTS = ("scaled_mm", "scaled_mm_add", "packed_mm", "joined_mm", "mx_mm", "mm_4bit", "mm", "grouped_mm")
+PRODUCTS = (
+    "scaled_mm",
+    "scaled_mm_add",
+    "packed_mm",
+    "joined_mm",
+    "mx_mm",
+    "mm_4bit",
+    "mm",
+    "grouped_mm",
+    "grouped_mm_4bit",
+)
 PRESENT = {level: level for level in LEVELS if is_present(level)}
 """The caps that this machine can run, and their columns in the table."""
 PRESENT |= {cap: AMX for cap in ("amx", "emulated_amx") if is_present(cap)}
@@ -87,6 +97,8 @@ def _further_cases(op: str) -> Iterator[Case]:
     if op == "mm_4bit":
         for dtype in four_bit.BLOCK_OF:
             yield Case(f"{dtype}, sums that cancel", partial(_cancelling_case, dtype))
+    if op == "nvfp4_mm":
+        yield Case("K = 2112, blocks of many sizes", partial(_uneven_nvfp4_case, 9, 33, 2112))
     if op == "paged_attention":
         yield Case("BF16 over FP8", partial(prompt_case, E4M3, 4, 2, 16, [(90, 1), (70, 40)]))
         yield Case("BF16 over BF16", partial(prompt_case, BF16, 4, 2, 16, [(90, 1), (70, 40)]))
@@ -109,6 +121,14 @@ def _cancelling_case(dtype: torch.dtype) -> tuple[Any, ...]:
         weight_there = weight[row, column]
         x[row, column] = -(x[row].double() @ weight[row]) / weight_there if weight_there else 0
     return x, codes, scales, None if dtype == E8M0 else torch.tensor(1.0), None
+
+
+def _uneven_nvfp4_case(m: int, n: int, k: int) -> tuple[Any, ...]:
+    """Returns arguments of nvfp4_mm whose blocks differ by up to 2^16, so that FP32 rounds their sums."""
+    sizes = torch.exp2(torch.arange(k) // 16 * 5 % 17 - 8.0)
+    a = torch.ops.fp8serve.cast_nvfp4(random_normal(m, k, torch.float32, 1) * sizes, None, True, 1, None, 0)
+    b = torch.ops.fp8serve.cast_nvfp4(random_normal(n, k, torch.float32, 2) * sizes, None, False, 1, None, 0)
+    return a[0], b[0], a[1], b[1], None, torch.float32
 
 
 def _with_bf16_inputs(case: Case) -> tuple[Any, ...]:
