@@ -1,4 +1,4 @@
-"""No test file takes more than 3 % of the total seconds that the last `make durations` recorded."""
+"""No test file takes more than 3 % of the total seconds that the last `make durations` recorded, but for EXCEPTIONS."""
 
 import json
 import subprocess
@@ -15,11 +15,14 @@ from tests.durations import Durations, too_slow
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests/durations.json"
 MOST = 0.03
+# Compiles every CUDA kernel with ThreadSanitizer. It runs only if csrc/cuda or tests/cuda differ from main.
+EXCEPTIONS = {"tests/cuda/test_races.py": 0.1}
 
 
 @pytest.mark.skipif(not RECORD.exists(), reason="nothing is recorded yet: make durations")
 def test_no_file_takes_more_than_its_share() -> None:
-    assert not too_slow(json.loads(RECORD.read_text())["files"], MOST)
+    shares = too_slow(json.loads(RECORD.read_text())["files"], MOST)
+    assert {file: share for file, share in shares.items() if share > EXCEPTIONS.get(file, MOST)} == {}
 
 
 def test_a_file_above_the_share_is_reported() -> None:
