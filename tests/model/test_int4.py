@@ -113,7 +113,7 @@ def test_weights_are_those_of_compressed_tensors(kind: str, tmp_path: Path, capl
     assert any("are in INT4 and run in BF16" in note for note in report["notes"])
     in_bf16 = sum(parameter.numel() * 2 for parameter in loaded.runner.model.parameters())
     assert estimate_weight_memory(tmp_path / "m", "stored").served == pytest.approx(in_bf16, rel=0.05)
-    with pytest.raises(ModelError, match="holds no FP8 layers to be written as modelopt"):
+    with pytest.raises(ModelError, match="holds no quantized layers to be written as modelopt"):
         convert_format(tmp_path / "m", tmp_path / "out", "modelopt")
 
 
