@@ -6,13 +6,16 @@ A Python file depends on these files:
   on first use, counts as the module that defines it.
 * The modules whose dotted names are among its strings, such as the module of a child process. In tests, also names
   within a string, such as code for `python -c`.
-* The files and folders that its strings name, relative to its own folder or, outside of the product, to the root.
+* The files and folders that its strings name, relative to its own folder or, outside of the product, to the root. A
+  test that names a folder of programs (examples, benchmarks) depends on what these import; one that lists its own
+  folder, on all of it.
 * In tests: each conftest.py of its folder and of the folders above it, except tests/conftest.py, which concerns all
   tests; and every file, if it lists the root of the repository.
 
 A test that uses the command line depends on the commands that its strings name, or on all if they name none. No import
-leads to csrc/: CSRC names the tests of its folders. FEW_SOURCES names tests that run only for some of their
-dependencies. A file that nothing names, such as a page, affects no test.
+leads to csrc/: CSRC names the tests of its folders. A change of csrc/cpu/ does not run most tests of models, servers
+and calibration, since the tests of kernels compare every operation with the reference. FEW_SOURCES names tests that run
+only for some of their dependencies. A file that nothing names, such as a page, affects no test.
 """
 
 import ast
@@ -29,21 +32,26 @@ PRODUCT = ("fp8serve/", "calibrate/")
 FOLDERS = ("fp8serve", "calibrate", "tests", "benchmarks", "examples", "docs")
 DOTTED = re.compile(rf"\b(?:{'|'.join(FOLDERS)})(?:\.\w+)+")
 LISTS_ROOT = re.compile(r"\bROOT\.r?glob\(\"\*|\"ls-files\"")
+LISTS_OWN_FOLDER = re.compile(r"__file__\)(\.resolve\(\))?\.parent\.(r?glob|iterdir)\(")
+PROGRAMS = ("examples/", "benchmarks/")  # folders of programs, which import what they run
 EVERY_FILE = "/"
 CLI, COMMANDS, RENAMED_COMMANDS = "fp8serve/cli.py", "fp8serve/commands/", {"eval": "evaluate"}
 # Modules that a server starts as processes, and the names by which tests start them. The servers of
 # tests/server/conftest.py have stubs in their place, so of the product only LAUNCH depends on them.
 PROCESSES = {"fp8serve.train.job_process": "TRAINING_COMMAND", "fp8serve.engine.worker": "EngineClient"}
 LAUNCH = "fp8serve/server/launch.py"
-CPU_TESTS = ("tests/csrc/", "tests/fp8/", "tests/engine/", "tests/train/", "tests/bench", "tests/test_")
+CPU_TESTS = ("tests/csrc/", "tests/fp8/", "tests/engine/", "tests/train/", "tests/bench", "tests/test_",
+             "tests/model/test_four_bit", "tests/calibration/test_rounding", "tests/compatibility/")  # fmt: skip
 CSRC = {
     "csrc/cpu/*": CPU_TESTS,
-    "csrc/cuda/*": ("tests/cuda/", "tests/benchmarks/"),
+    "csrc/cuda/*": ("tests/cuda/", "tests/benchmarks/", "tests/csrc/test_library"),
     "csrc/*": (*CPU_TESTS, "tests/cuda/"),  # headers of both libraries, and CMakeLists.txt
 }
 
 # Tests of data races and kills. Of their dependencies, these decide the outcome; the others give inputs.
-KILLS = ("fp8serve/train/*", "fp8serve/model/storage/*", "fp8serve/ranks.py", "fp8serve/processes.py", "tests/train/*")
+KILLS = ("fp8serve/train/*", "fp8serve/model/storage/*", "fp8serve/fp8/fsdp.py", "fp8serve/fp8/distributed.py",
+         "fp8serve/ranks.py", "fp8serve/processes.py", "fp8serve/cli.py", "fp8serve/commands/finetune.py",
+         "tests/train/*")  # fmt: skip
 FEW_SOURCES = {
     "tests/cuda/test_races.py": ("csrc/cuda/*", "csrc/*.h", "tests/cuda/*"),
     "tests/train/test_killed_groups.py": KILLS,
@@ -94,6 +102,7 @@ class Sources:
         self.entry_points = {*self.commands, *(self.modules[name] for name in PROCESSES if name in self.modules)}
         names = [*self.texts, *(f"{file}()" for file in self.entry_points)]
         self.direct = {name: set(self.direct_dependencies(name)) for name in names}
+        self.direct |= {folder: {file for file in self.texts if file.startswith(folder)} for folder in PROGRAMS}
         self.on_cli = self.dependents([CLI])
 
     def affected_tests(self, changed: Collection[str]) -> set[str]:
@@ -147,6 +156,10 @@ class Sources:
                 yield f"{module}()"
         if not is_product and LISTS_ROOT.search(self.texts[file]):
             yield EVERY_FILE
+        if not is_product and LISTS_OWN_FOLDER.search(self.texts[file]):
+            yield f"{PurePosixPath(file).parent}/"
+        if not is_product and {"-m", "fp8serve"} <= set(strings(nodes)):
+            yield "fp8serve/__main__.py"
         for text in strings(nodes):
             yield from self.named_files(text, file)
 
@@ -252,10 +265,9 @@ def strings(nodes: Collection[ast.AST]) -> Iterator[str]:
             yield node.value
 
 
-if (
-    __name__ == "__main__"
-):  # prints the test files that a change of the given files affects, with their recorded seconds
-    record: dict[str, float] = json.loads((ROOT / "tests/durations.json").read_text())["files"]
+if __name__ == "__main__":  # prints the test files that a change of the given files affects, and recorded seconds
+    recorded = ROOT / "tests/durations.json"
+    record: dict[str, float] = json.loads(recorded.read_text())["files"] if recorded.exists() else {}
     affected = sorted(affected_tests(sys.argv[1:]), key=lambda file: record.get(file, 0.0))
     for file in affected:
         print(f"{record.get(file, 0.0):8.1f} s  {file}")

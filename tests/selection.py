@@ -157,8 +157,8 @@ def changed_files(reference: str) -> list[str] | None:
 def affected_files(reference: str) -> list[str] | None:
     """Returns the test files that the change since `reference` can affect. Returns None if it can affect all."""
     changed = changed_files(reference)
-    if changed is None or matches(changed, EVERYTHING):
-        return None
+    if changed is None or matches(changed, EVERYTHING) or not all((ROOT / file).exists() for file in changed):
+        return None  # what a deleted file affected cannot be read from the sources any more
     return sorted(affected_tests(changed))
 
 

@@ -99,7 +99,8 @@ def folders(changed: str) -> set[str]:
 
 
 def test_a_page_affects_the_tests_that_read_pages() -> None:
-    assert {"tests/test_docs.py", "tests/csrc/test_numerics.py"} <= affected("docs/numerics.md")
+    assert {"tests/test_docs.py", "tests/fp8/test_numerics_page.py"} <= affected("docs/numerics.md")
+    assert "tests/test_search.py" in affected("docs/static/scorer.js")
     assert not folders("docs/numerics.md") & {"cuda", "engine", "train", "calibration"}
 
 
@@ -122,9 +123,17 @@ def test_a_module_of_training_affects_no_server_whose_trainer_is_a_stub() -> Non
 
 
 def test_a_source_of_kernels_affects_the_tests_of_its_library() -> None:
-    assert folders("csrc/cuda/casts.cu") == {"cuda", "benchmarks"}
+    assert folders("csrc/cuda/casts.cu") == {"cuda", "benchmarks", "csrc"}  # csrc: one test reads all sources
     assert folders("csrc/cpu/casts.cpp") >= {"csrc", "fp8", "engine", "train"}
-    assert not folders("csrc/cpu/casts.cpp") & {"server", "model", "calibration"}
+    assert not folders("csrc/cpu/casts.cpp") & {"server"}
+    assert {"tests/model/test_four_bit.py", "tests/calibration/test_rounding.py"} <= affected("csrc/cpu/gemm_4bit.cpp")
+
+
+def test_programs_and_processes_affect_the_tests_that_run_them() -> None:
+    assert "tests/test_examples.py" in affected("fp8serve/fp8/recipe.py")
+    assert "tests/test_ending.py" in affected("fp8serve/cli.py") & affected("fp8serve/commands/serve.py")
+    assert "tests/train/sharded/test_stops.py" in affected("fp8serve/fp8/fsdp.py")
+    assert "tests/fp8/test_numerics_page.py" in affected("tests/fp8/test_scaling.py")  # whose names it lists
 
 
 def test_a_helper_affects_the_tests_that_use_it() -> None:

@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not (PACKAGES / "complete").exists():
         pytest.skip("Sphinx is not installed here: make docs")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "--quiet", "--doctree-dir", str(folder / "doctrees"), "docs"]
+    command = [sys.executable, "-m", "sphinx", "--quiet", "--doctree-dir", str(folder / "doctrees"), str(ROOT / "docs")]
     environment = os.environ | {"PYTHONPATH": str(PACKAGES)}
     subprocess.run([*command, str(folder / "html")], cwd=ROOT, env=environment, timeout=PATIENCE, check=True)
     handler = functools.partial(Quiet, directory=str(folder / "html"))

@@ -93,11 +93,11 @@ def test_the_quickest_functions_run_with_all_their_cases() -> None:
 
 def test_a_change_of_the_common_setup_affects_every_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "affected_tests", lambda changed: {f"tests of {file}" for file in changed})
-    for changed in (None, ["README.md", "tests/conftest.py"], ["constraints.txt"]):
+    for changed in (None, ["README.md", "tests/conftest.py"], ["constraints.txt"], ["README.md", "deleted.py"]):
         monkeypatch.setattr(selection, "changed_files", lambda _, changed=changed: changed)
         assert affected_files("main") is None
-    monkeypatch.setattr(selection, "changed_files", lambda _: ["b", "a"])
-    assert affected_files("main") == ["tests of a", "tests of b"]
+    monkeypatch.setattr(selection, "changed_files", lambda _: ["README.md", "LICENSE"])
+    assert affected_files("main") == ["tests of LICENSE", "tests of README.md"]
 
 
 def test_the_sample_of_an_unaffected_file_runs() -> None:
