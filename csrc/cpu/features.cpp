@@ -86,11 +86,11 @@ bool allows_amx() {
 #endif
 }
 
-// The features that only a cap puts in force.
-Features detect_optional() {
+// The features that only a cap puts in force. The system is asked for AMX only where the cap names it,
+// because its permission lasts as long as the process.
+Features detect_optional(Features named) {
   if ((detect() & kAvx512Bf16) != kAvx512Bf16) return 0;
-  static const bool amx = allows_amx();
-  return feature::emulated_amx | (amx ? feature::amx : 0);
+  return feature::emulated_amx | ((named & feature::amx) != 0 && allows_amx() ? feature::amx : 0);
 }
 
 std::atomic<Features> in_force{detect()};
@@ -122,7 +122,7 @@ std::string cpu_isa(std::string cap) {
     in_force = detect();
   } else if (!cap.empty()) {
     const Features named = parse(cap);
-    in_force = (detect() | detect_optional()) & named;
+    in_force = (detect() | detect_optional(named)) & named;
   }
   std::string_view highest;
   for (const Named& level : kLevels) {

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +26,21 @@ class SizeLimits:
 
     def check(self, body: Any) -> None:
         """Raises Fault if a field of `body` exceeds a limit."""
-        messages, prompt = _attribute(body, "messages") or [], _attribute(body, "prompt")
+        messages, prompt = getattr(body, "messages", None) or [], getattr(body, "prompt", None)
         if len(messages) > self.messages:
             raise _too_many(len(messages), "messages", self.messages, "messages")
         prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
         if len(prompts) > self.prompts:
             raise _too_many(len(prompts), "prompts", self.prompts, "prompt")
-        texts = _attribute(body, "texts") or []
+        texts = getattr(body, "texts", None) or []
         if len(texts) > self.texts:
             raise _too_many(len(texts), "texts", self.texts, body.TEXTS_FIELD)
-        truncate = getattr(_attribute(body, "parameters"), "truncate", None)
-        truncate = _attribute(body, "truncate_prompt_tokens") or truncate
-        truncation_limit = _attribute(body, "truncation_limit")
-        truncate = truncate if truncation_limit is None else truncation_limit(self.context)
-        for ids in (*prompts, *texts, _attribute(body, "input_ids"), _attribute(body, "tokens")):
+        truncate = getattr(getattr(body, "parameters", None), "truncate", None)
+        truncate = getattr(body, "truncate_prompt_tokens", None) or truncate
+        truncate = body.truncation_limit(self.context) if hasattr(body, "truncation_limit") else truncate
+        for ids in (*prompts, *texts, getattr(body, "input_ids", None), getattr(body, "tokens", None)):
             if isinstance(ids, list) and min(len(ids), abs(truncate or len(ids))) > self.context:
                 raise too_long(len(ids), self.context)
-
-
-def _attribute(body: Any, name: str) -> Any:
-    """Returns an attribute of a body, or None if its class has none. Asking pydantic for it would take 3 us."""
-    return getattr(body, name) if name in _attributes(body.__class__) else None
-
-
-@cache
-def _attributes(model: Any) -> frozenset[str]:
-    return frozenset((*model.model_fields, *dir(model)))
 
 
 def _too_many(count: int, what: str, limit: int, param: str) -> Fault:
