@@ -132,7 +132,7 @@ class RequestParser:
     async def run_job(self, served: ServedWeights, head: Head, body: bytes) -> JobResult:
         """Runs a job of a parser process with the model's tokenizer. Returns the head and the body of its result."""
         model_fields = {
-            "directory": served.source.resolved_directory,
+            "directory": served.directory,
             "context": served.engine.limits.max_model_len,
             "template_cpu": self.limits.template_seconds,
         }

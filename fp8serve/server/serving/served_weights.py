@@ -46,11 +46,6 @@ class WeightSource:
     options: EngineOptions
     output_format: OutputFormat = AUTO_FORMAT
 
-    @cached_property
-    def resolved_directory(self) -> str:
-        """The path of the directory without symbolic links."""
-        return str(self.directory.resolve())
-
 
 @dataclass(eq=False, kw_only=True)
 class Leased:
@@ -90,6 +85,11 @@ class ServedWeights(Leased):
     prefilling_ids: frozenset[str] = frozenset()  # requests that were in prefill at the engine's last report
     adapter: str | None = None
     overwritten_from: Path | None = None  # the directory whose weights were copied over those of `source`
+
+    @cached_property
+    def directory(self) -> str:
+        """The path of the directory without symbolic links, which may change while these weights serve."""
+        return str(self.source.directory.resolve())
 
     def update_silence(self, seconds: float) -> None:
         """Updates `silence`, `seconds` after the last update. An update adds at most MAX_SECONDS_PER_UPDATE: if the
