@@ -213,8 +213,8 @@ def _read_scaling_state(checkpoint: Checkpoint, scales: Path | None) -> ScalingC
         return None
     if as_delayed(state.recipe) is None:
         raise ScalesError(
-            f"{path} is for the recipe {name_of(state.recipe)!r}, which computes the scales of inputs while serving, so "
-            "it scales no linear layers; serve the model with that recipe, or calibrate it with the recipe delayed."
+            f"{path} is for the recipe {name_of(state.recipe)!r}, which computes the scales of inputs while serving, "
+            "so it scales no linear layers; serve the model with that recipe, or calibrate it with the recipe delayed."
         )
     linears = checkpoint.quantized_linears or checkpoint.linears
     check_covers(state, linears, str(path))

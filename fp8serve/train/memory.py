@@ -25,7 +25,7 @@ def memory_estimate(
 
         weights      masters and moments of all weights; with masters in the optimizer also the BF16 model
         gradients    in FP32; with masters in the optimizer also in BF16
-        casts        FP8 or NVFP4 weights and BF16 casts of the other weights during a step; with `fsdp` the gathered weights
+        casts        quantized weights and BF16 casts of others during a step; with `fsdp` the gathered weights
         activations  tensors that layers keep for the backward pass
         logits       BF16 logits and their gradients of tokens in the loss mask, and one chunk in FP32
         engine       weights and KV cache of the engine that generates completions (grpo)
