@@ -294,11 +294,13 @@ def make_observer(
     decoder: AnyModel, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
 ) -> Observer:
     """Returns a new observer. If `recipe` is not delayed scaling, the observer uses the default delayed recipe, and
-    only keys and values need scales. An encoder has no keys, values and gradients to observe."""
+    only keys and values need scales, with NVFP4 inputs the linears, too (`stored_states`). An encoder has no keys,
+    values and gradients to observe."""
     target = as_delayed(recipe)
+    scales_linears = target is not None or recipe.specs.linear["input"].is_4bit
     kv_layers = attention_names(cast(Model, decoder)) if kv_cache else ()
     return Observer(
-        linears, target or DelayedScaling(), gradients=gradients, kv_layers=kv_layers, scales_linears=target is not None
+        linears, target or DelayedScaling(), gradients=gradients, kv_layers=kv_layers, scales_linears=scales_linears
     )
 
 

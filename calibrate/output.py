@@ -188,7 +188,7 @@ def _advice(job: Job, quality: CosineSummary) -> tuple[str, ...]:
     if quality.median >= MIN_MEDIAN_COSINE:
         return ()
     options = [] if job.options.rounding == "gptq" else ["--rounding gptq"]
-    options += ["--recipe w8a16"] if job.recipe.specs.linear["input"].is_fp8 else []
+    options += ["--recipe w8a16"] if job.recipe.specs.linear["input"].is_quantized else []
     options.append(f"--target-cosine {MIN_MEDIAN_COSINE}")
     return (f"These options reduce the error: {', '.join(options)} (docs/embeddings.md).",)
 
@@ -210,14 +210,17 @@ def _data_report(options: CalibrationOptions, batches: Batches) -> DataReport:
     )
 
 
-def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[str, ScalingState]:
+def stored_states(
+    states: Mapping[str, ScalingState], recipe: Recipe, *, scales_only: bool = False
+) -> dict[str, ScalingState]:
     """Returns the states whose scales are written: those of the KV cache, and of tensors with delayed scaling.
 
+    A model also gets those of NVFP4 inputs, for other projects, which read NVFP4 with such a scale.
     Their scales and histories are copied to the CPU, in one transfer from the device.
     """
     linear = recipe.specs.linear
     roles = tuple(f".{role}" for role, spec in linear.items() if spec.source == "delayed")
-    roles += (".input",) if linear["input"].is_4bit else ()  # for other projects, which read NVFP4 with such a scale
+    roles += (".input",) if linear["input"].is_4bit and not scales_only else ()
     result = {n: s for n, s in states.items() if n.endswith((*roles, ".k", ".v"))}
     if not result:
         return {}
@@ -227,7 +230,8 @@ def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[st
 
 
 def _checkpoint(job: Job) -> ScalingCheckpoint:
-    states, batches = stored_states(job.states, job.recipe), job.batches.calibration
+    states = stored_states(job.states, job.recipe, scales_only=job.options.scales_only)
+    batches = job.batches.calibration
     return ScalingCheckpoint(
         job.recipe,
         {name: _tensor_scale(name, state) for name, state in states.items()},

@@ -185,7 +185,7 @@ def _stored_scale(checkpoint: Checkpoint, owner: str, role: interop.Role) -> Sca
     scale = _scale(f"{owner}.{role}", key, direction, checkpoint.shards[key], origin)
     if scheme is None or scheme.input_spec.source == "stored":
         return scale
-    reason = "are scaled dynamically" if scheme.input_spec.is_fp8 else "stay in BF16"
+    reason = "are scaled dynamically" if scheme.input_spec.is_quantized else "stay in BF16"
     return replace(scale, origin=f"{origin}, not read: inputs {reason}", problem=None)
 
 

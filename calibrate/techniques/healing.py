@@ -26,7 +26,6 @@ from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ModelError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.recipe import Recipe, with_amax_reduction
 from fp8serve.model.building import Model
 
@@ -97,7 +96,7 @@ def _master_weights(linears: Linears, rounded: Mapping[str, FrozenLinear] | None
             if rounded is None:
                 weight = original[name].detach().to(torch.float32, copy=True)
             else:
-                weight = dequantize(rounded[name].weight_q, rounded[name].weight_scale_inv)
+                weight = rounded[name].quantized_weight.dequantize()
             linear.weight = nn.Parameter(weight)
         yield [cast(nn.Parameter, linear.weight) for linear in linears.values()]
     finally:

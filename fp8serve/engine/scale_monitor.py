@@ -232,8 +232,10 @@ RECORDED = (
 def describe_input_scale(layer: FrozenLinear) -> str:
     """Returns the kind of a layer's input scale, for example "stored" or "per row"."""
     spec = layer.input_spec
-    if not spec.is_fp8:
+    if not spec.is_quantized:
         return "unquantized"
+    if spec.is_nvfp4:
+        return "per row" if spec.row_scaled else "per tensor"
     return "stored" if spec.source == "stored" else f"per {spec.granularity}"
 
 

@@ -214,6 +214,11 @@ class FrozenLinear(nn.Module):
         return self.weight_q.dtype is torch.uint8
 
     @property
+    def needs_input_scale(self) -> bool:
+        """Whether a product needs the scale_inv of `cast`. A 4-bit weight and inputs in BF16 do not."""
+        return self.input_spec.is_quantized or not self.is_4bit
+
+    @property
     def quantized_weight(self) -> QuantizedWeight:
         """The weight with its scales. If an FP8 weight is packed, `dequantize` does not support it."""
         return QuantizedWeight(self.weight_q, self.weight_scale_inv, self.weight_global_scale)
@@ -285,7 +290,8 @@ class FrozenLinear(nn.Module):
         tensors = self._buffers
         weight, weight_scale_inv, bias = tensors["weight_q"], tensors["weight_scale_inv"], tensors["bias"]
         global_scale = tensors["weight_global_scale"]
-        return multiply(q, scale_inv, weight, weight_scale_inv, bias, out_dtype, global_scale)  # type: ignore[arg-type]
+        input_scale = scale_inv if self.needs_input_scale else None
+        return multiply(q, input_scale, weight, weight_scale_inv, bias, out_dtype, global_scale)  # type: ignore[arg-type]
 
     def product_add(self, residual: Tensor, q: Tensor, scale_inv: Tensor) -> Tensor:
         """Returns residual [M, N] + product(q, scale_inv), in one op. It has no gradient."""
@@ -380,7 +386,7 @@ class FrozenLinear(nn.Module):
 
     def extra_repr(self) -> str:
         kind, granularity = "dynamic" if self.input_scale is None else "static", self.input_spec.granularity
-        kind = "unquantized" if self.input_spec.element == "bf16" else kind
+        kind = kind if self.input_spec.is_quantized else "unquantized"
         return f"in_features={self.in_features}, out_features={self.out_features}, input={kind} {granularity}"
 
 
@@ -432,7 +438,7 @@ def input_gradient(layer: FrozenLinear, dy: Tensor) -> Tensor:
 
 def multiply(
     q: Tensor,
-    scale_inv: Tensor,
+    scale_inv: Tensor | None,
     weight: Tensor,
     weight_scale_inv: Tensor,
     bias: Tensor | None,
@@ -441,7 +447,8 @@ def multiply(
 ) -> Tensor:
     """Returns the product [M, N] of q [M, K] and the weight of a FrozenLinear, packed or not.
 
-    The product of a 4-bit weight is rounded to BF16 before it is cast to `out_dtype`.
+    `scale_inv` may be None for a 4-bit weight and unquantized q. The product of a 4-bit weight is rounded to BF16
+    before it is cast to `out_dtype`.
     """
     if weight.dtype is torch.uint8:
         return _mm_4bit(q, weight, weight_scale_inv, global_scale, bias, scale_inv).to(out_dtype)  # type: ignore[no-any-return]

@@ -121,7 +121,8 @@ class JoinedLinear:
     def _multiply(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
         dtype = self.first.out_dtype or dtype
         if self._ends is None:
-            y = multiply(q, scale_inv, self.weight, self.scale, self.bias, dtype, self.global_scale)
+            input_scale = scale_inv if self.first.needs_input_scale else None
+            y = multiply(q, input_scale, self.weight, self.scale, self.bias, dtype, self.global_scale)
         else:
             y = _joined_mm(q, self.weight, scale_inv, self.scale, self._ends, self.bias, dtype)
         return y.split_with_sizes(self.widths, 1)

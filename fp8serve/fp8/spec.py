@@ -69,6 +69,11 @@ class QuantSpec:
             )
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the tensor is quantized, to FP8 or to 4 bits."""
+        return self.element != "bf16"
+
+    @property
     def is_fp8(self) -> bool:
         """Whether the tensor is quantized to FP8, and neither to 4 bits nor left in BF16."""
         return self.element in ("e4m3", "e5m2")

@@ -21,7 +21,7 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import cast_current_rowwise
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.layer_inputs import check_whole_blocks
-from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, as_delayed, from_name
+from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, as_delayed, from_name, name_of
 from fp8serve.model.building import AnyModel, Model, build_any_on_meta, build_on_meta
 from fp8serve.model.config.decoder import is_encoder_directory
 from fp8serve.model.config.mixture import needs_fp32
@@ -211,6 +211,11 @@ def _read_scaling_state(checkpoint: Checkpoint, scales: Path | None) -> ScalingC
     state = load_scales(path, checkpoint.path)
     if scales is None and not any(key.endswith(".input") for key in state.tensors):
         return None
+    if as_delayed(state.recipe) is None:
+        raise ScalesError(
+            f"{path} is for the recipe {name_of(state.recipe)!r}, which computes the scales of inputs while serving, "
+            "so it scales no linear layers; serve the model with that recipe, or calibrate it with the recipe delayed."
+        )
     linears = checkpoint.quantized_linears or checkpoint.linears
     check_covers(state, linears, str(path))
     if scales is None:

@@ -115,7 +115,7 @@ def infer_recipe(checkpoint: Checkpoint, linears: _Linears, format: str) -> Reci
     matching = [recipe for recipe in candidates if _has_layout(linears, recipe)]
     if not matching:
         weights = ", ".join(sorted({linear.specs[1].granularity for linear in linears.values()}))
-        input_text = f"inputs with a scale per {spec.granularity}" if spec.is_fp8 else "unquantized inputs"
+        input_text = f"inputs with a scale per {spec.granularity}" if spec.is_quantized else "unquantized inputs"
         raise ModelError(
             f"{checkpoint.path} has weights with a scale per {weights} and {input_text}, which no recipe of fp8serve "
             f"describes; serve it as it is, or calibrate the model in high precision with --format {format}."

@@ -217,9 +217,9 @@ class Checkpoint(Mapping[str, Tensor]):
         It is also so for a gpt-oss that was dequantized and kept its quantization_config.
         """
         quantization = self.quantization
-        if quantization is None:
+        if quantization is None or self.quantized_linears:
             return False
-        if not self.quantized_linears and (self.quantized_matrices or quantization.producer == "mxfp4"):
+        if self.quantized_matrices or quantization.producer == "mxfp4":
             return True
         return not quantization.schemes or isinstance(self.shards, WidenedShards)
 

@@ -181,6 +181,8 @@ def _check_recipe(config: TrainConfig) -> None:
     inputs = None if base is None else base.specs.linear["input"]
     if inputs is not None and inputs.source == "current" and inputs.scale_format == "power_of_2":
         raise RecipeError("Servers do not round scales to powers of two; leave power_2_scale off in training.")
+    if inputs is not None and inputs.is_nvfp4 and not inputs.row_scaled:
+        raise RecipeError("Servers scale NVFP4 inputs by row; leave row_scaled_activation on in training.")
 
 
 def _check_fsdp(config: TrainConfig) -> None:

@@ -25,7 +25,7 @@ def memory_estimate(
 
         weights      masters and moments of all weights; with masters in the optimizer also the BF16 model
         gradients    in FP32; with masters in the optimizer also in BF16
-        casts        FP8 weights and BF16 casts of the other weights during a step; with `fsdp` the gathered weights
+        casts        quantized weights and BF16 casts of others during a step; with `fsdp` the gathered weights
         activations  tensors that layers keep for the backward pass
         logits       BF16 logits and their gradients of tokens in the loss mask, and one chunk in FP32
         engine       weights and KV cache of the engine that generates completions (grpo)
@@ -47,7 +47,7 @@ def memory_estimate(
     parts = {
         "weights": total * (4 if in_model else 6) + _moments_bytes(config, total - norms, norms),
         "gradients": total * (4 if in_model else 6),
-        "casts": 2 * others + linears * (1 if _has_one_cast(config) else 2),
+        "casts": 2 * others + linears * _cast_bytes(config),
         "activations": tokens * _bytes_per_token(model, config),
         "logits": _logits_bytes(int(tokens * fraction) * model.vocab_size),
     }
@@ -59,10 +59,15 @@ def memory_estimate(
     return {**parts, "total": parts["weights"] + parts["casts"] + parts.get("engine", 0) + peak}
 
 
-def _has_one_cast(config: TrainConfig) -> bool:
-    """Whether forward and backward pass use the same FP8 cast of a weight."""
+def _cast_bytes(config: TrainConfig) -> int:
+    """Returns the bytes of the casts of a weight that forward and backward pass use, for each element."""
     recipe = config.fp8_recipe
-    return recipe is not None and recipe.specs.linear["weight"].serves_both_directions
+    if recipe is None:
+        return 2  # BF16
+    spec = recipe.specs.linear["weight"]
+    if spec.is_nvfp4:
+        return 4  # BF16 values, and those of the transpose
+    return 1 if spec.serves_both_directions else 2
 
 
 def _sharded_estimate(
@@ -76,7 +81,7 @@ def _sharded_estimate(
     unsharded = 4 * total + _moments_bytes(config, total - _norm_weights(model), _norm_weights(model))
     in_fp8 = fp8_gather_obstacle(config.fp8_recipe) is None
     itemsize = 1 if in_fp8 else 2 if config.fp8_recipe is None or config.master_weights == "optimizer" else 4
-    cast = 0 if config.fp8_recipe is None else linears * (1 if _has_one_cast(config) else 2)
+    cast = 0 if config.fp8_recipe is None else linears * _cast_bytes(config)
     saved_cast = cast // processes if in_fp8 else cast // model.num_layers if config.recompute else cast
     parts = {
         "weights": unsharded // processes,

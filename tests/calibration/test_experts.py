@@ -12,7 +12,7 @@ from fp8serve.calibration.result import CalibrationReport, read_report
 from fp8serve.calibration.techniques.precision import input_groups, serving_groups
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import DelayedScaling, from_name
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
 from fp8serve.model.checkpoint import load_scales, load_servable, open_checkpoint
 
 from .conftest import VOCAB, write_tokenizer
@@ -102,12 +102,13 @@ def test_recipes_that_scale_by_content_are_served(recipe: str, qwen: Path, tmp_p
     assert sum(isinstance(m, FrozenLinear) for m in served.modules()) == len(served.linear_names())
 
 
-def test_the_error_names_an_expert_without_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", [RECIPE, from_name("nvfp4")], ids=["delayed", "nvfp4"])
+def test_the_error_names_an_expert_without_tokens(recipe: Recipe, tmp_path: Path) -> None:
     model = write_qwen(tmp_path / "model", starve=True)
     with pytest.raises(
         ScalesError, match=r"No token of 3 batches reached model\.layers\.1\.mlp\.experts\.3, so no scale"
     ):
-        run(model, tmp_path / "out")
+        run(model, tmp_path / "out", recipe=recipe)
     assert not (tmp_path / "out").exists()
 
 

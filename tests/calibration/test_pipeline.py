@@ -202,6 +202,14 @@ def test_a_scales_only_directory_serves_the_weights_of_the_source(model_dir: Pat
     assert report.bytes_after == report.bytes_before
 
 
+def test_scales_of_a_cache_alone_serve_no_linear_layers(model_dir: Path, tmp_path: Path) -> None:
+    run(model_dir, tmp_path / "out", recipe=from_name("nvfp4"), kv_cache=True, scales_only=True)
+    scales = tmp_path / "out" / "scales.safetensors"
+    assert {name.rpartition(".")[2] for name in load_scales(scales, model_dir).tensors} == {"k", "v"}
+    with pytest.raises(ScalesError, match="is for the recipe 'nvfp4', which computes the scales of inputs"):
+        load_servable(model_dir, scales=scales)
+
+
 def test_bytes_are_those_on_disk(model_dir: Path, calibrated: tuple[Path, CalibrationReport]) -> None:
     out, report = calibrated
     assert report.bytes_before == (model_dir / "model.safetensors").stat().st_size

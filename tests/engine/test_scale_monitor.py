@@ -45,6 +45,15 @@ def make_engine(path: Path, kind: str = "llama", amax: dict[str, float] | float 
     return Engine(path, recipe=rules, scales=write_scales_for_amax(path, rules, amax), **options)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [("nvfp4", "per row"), ("mxfp8", "per block1x32"), ("rowwise", "per row"), ("nvfp4-w4a16", "unquantized")],
+)
+def test_the_kind_of_an_input_scale_is_named(recipe: str, kind: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "m", "llama", **SIZES)
+    assert Engine(tmp_path / "m", recipe=recipe).info()["input_scales"] == kind
+
+
 def answer(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[Any]:
     return engine.generate(prompts, temperature=0.0, max_new_tokens=12, ignore_eos=True, logprobs=0)
 

@@ -17,9 +17,10 @@ from fp8serve import (
     scaling_state,
 )
 from fp8serve.errors import ScalesError
+from fp8serve.fp8 import frozen as frozen_module
 from fp8serve.fp8.frozen import FrozenLinear, _multiply_unquantized, multiply
 from fp8serve.fp8.ops import dequantize, reference
-from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.recipe import Recipe, from_name
 from fp8serve.fp8.spec import QuantSpec
 
 RECIPES: list[Recipe] = [
@@ -82,6 +83,17 @@ def test_the_weight_only_path_of_a_gpu_gives_the_same_values(kind: str) -> None:
     actual = _multiply_unquantized(x, q, scale, bias, torch.float32)
     expected = multiply(x, torch.ones(()), q, scale, bias, torch.float32)
     assert (actual - expected).norm() < (2**-8 if kind == "block" else 1e-6) * expected.norm()
+
+
+@pytest.mark.parametrize(("recipe", "has_scale"), [("nvfp4-w4a16", False), ("mxfp4-w4a16", False), ("nvfp4", True)])
+def test_only_a_quantized_input_scales_the_product_of_a_4bit_weight(
+    recipe: str, has_scale: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales, product = [], frozen_module._mm_4bit
+    monkeypatch.setattr(frozen_module, "_mm_4bit", lambda *args: scales.append(args[-1]) or product(*args))
+    layer = FrozenLinear.from_linear(nn.Linear(64, 32), from_name(recipe))  # type: ignore[arg-type]
+    layer(torch.randn(3, 64).bfloat16())
+    assert [scale is not None for scale in scales] == [has_scale]
 
 
 def test_quantized_tensors_make_the_same_layer() -> None:

@@ -226,3 +226,15 @@ def test_fp8_weights_under_a_configuration_of_int4_are_refused(tmp_path: Path) -
     with pytest.raises(ModelError, match="up_proj has FP8 weights but quantization_config says INT4; correct"):
         load_servable(tmp_path / "m")
     assert any("is FP8, but quantization_config says INT4" in finding.what for finding in verify(tmp_path / "m"))
+
+
+def test_verify_finds_mxfp4_weights_under_a_configuration_of_int4(tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "m", overrides=SIZES)
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    rows, columns = tensors.pop(f"{LINEAR}.weight").shape
+    tensors[f"{LINEAR}.weight_packed"] = torch.full((rows, columns // 2), 0x21, dtype=torch.uint8)
+    tensors[f"{LINEAR}.weight_scale"] = torch.full((rows, columns // 32), 120, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    edit(tmp_path / "m", quantization_config=configuration(32, True))
+    whats = [finding.what for finding in verify(tmp_path / "m")]
+    assert "is in MXFP4, but quantization_config says INT4" in whats

@@ -58,6 +58,7 @@ def test_history_length_needs_the_recipe_that_has_one() -> None:
         ("bf16", {"margin": 1}, "no parameters"),
         ("current", {"granularity": "row"}, "change the recipe 'current' into another one"),
         ("current", {"power_2_scale": True}, "leave power_2_scale off"),
+        ("nvfp4", {"row_scaled_activation": False}, "leave row_scaled_activation on"),
         ("block", {"fp8_dpa": True}, "no parameter 'fp8_dpa'"),
     ],
 )

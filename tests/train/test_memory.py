@@ -55,6 +55,14 @@ def test_estimate_matches_the_memory_of_weights_gradients_and_moments(
     assert plan["gradients"] == pytest.approx(grads, rel=0.03)
 
 
+@pytest.mark.parametrize(("recipe", "size"), [("bf16", 2), ("rowwise", 2), ("block", 1), ("nvfp4", 4)])
+def test_casts_take_the_bytes_of_the_recipe(recipe: str, size: int, tmp_path: Path, configure: Configure) -> None:
+    make_model(KINDS["llama"], tmp_path)
+    config, job = read_config(tmp_path), configure(recipe=recipe, amax_history_len=None)
+    linears, others = parameter_counts(config)
+    assert memory_estimate(config, job, 0, 0.0)["casts"] == 2 * others + size * linears
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
 def test_estimate_matches_the_memory_of_an_adapter(family: str, tmp_path: Path, configure: Configure) -> None:
     make_model(KINDS[family], tmp_path)

@@ -55,7 +55,7 @@ def check_4bit_config(checkpoint: RawCheckpoint) -> Iterator[Finding]:
             if packed.spec == NVFP4:
                 what = "is in NVFP4, and no group of quantization_config has it"
                 yield error("config", packed.key, what, _CORRECT_CONFIG)
-        elif scheme.weight_4bit is not None or packed.spec == NVFP4:
+        elif scheme.weight_4bit is not None or scheme.int4 is not None or packed.spec == NVFP4:
             is_8bit = scheme.weight_4bit is None and scheme.int4 is None
             declared = "8 bits" if is_8bit else scheme.weight_name
             if declared != packed.spec.name:
