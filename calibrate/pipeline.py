@@ -71,7 +71,7 @@ from fp8serve.calibration.techniques.smoothing import FACTORS, smooth, smoothing
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.layer_inputs import check_whole_blocks
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, calibrated
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, recipe_for_calibration
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import load_any_servable, load_servable, open_checkpoint
 from fp8serve.model.config.encoder import EncoderConfig
@@ -113,7 +113,7 @@ def calibrate(
     is not finite, was never observed or is always zero. In all these cases `out` is not written. After a kill or a full
     disk the results of finished stages are stored beside `out` (stage_results.py), and `resume` continues from them.
     """
-    out, source, recipe = Path(out), Path(model_dir), calibrated(recipe)
+    out, source, recipe = Path(out), Path(model_dir), recipe_for_calibration(recipe)
     settings = CalibrationOptions.of(options).on_device(source, ranks.size)
     check_settings(out, recipe, settings, ranks.size)
     if not settings.scales_only:
@@ -140,7 +140,7 @@ def calibrate_encoder(
     The error of FP8 is the cosine of the vectors of held-out texts. The arguments and errors are those of `calibrate`.
     Raises RecipeError for an option of generative models.
     """
-    out, source, recipe = Path(out), Path(model_dir), calibrated(recipe)
+    out, source, recipe = Path(out), Path(model_dir), recipe_for_calibration(recipe)
     settings = CalibrationOptions.of(options).on_device(source, ranks.size)
     check_encoder_options(settings)
     check_settings(out, recipe, settings, ranks.size, is_encoder=True)

@@ -24,7 +24,7 @@ constexpr float kMax = 6.0f, kMaxScaled = 448.0f * 6.0f, kMinScale = 0x1p-9f, kL
 constexpr uint16_t kNan = 0x7fc0;
 
 struct Seed {
-  bool given;
+  bool is_set;
   uint32_t key[2], stream;
 };
 
@@ -210,13 +210,13 @@ std::tuple<Tensor, Tensor> cast_nvfp4(const Tensor& x_in, const std::optional<Te
                                 scales + blocks);
         }
         const auto* row_scales = static_cast<const float*>(scales);
-        if (seed.given) {
+        if (seed.is_set) {
           auto* drawn = random.get<uint32_t>(width + 1);
           dispatch<Philox>(seed, static_cast<uint64_t>(r * (width / 4)), width / 4, drawn);
           words = drawn;
         }
         uint16_t* out = data<uint16_t>(q) + r * cols;
-        seed.given
+        seed.is_set
             ? dispatch<RoundRow<true>>(in + r * cols, cols, row_scales, row_scales + blocks, words, out)
             : dispatch<RoundRow<false>>(in + r * cols, cols, row_scales, row_scales + blocks, words, out);
       }

@@ -80,7 +80,12 @@ def _convert_directory(model: Path, out: Path, format: Target | None, weight_typ
 
         write_gguf(model, out, weight_type or "BF16")
         return f"in {weight_type or 'BF16'} as GGUF, with the tokenizer"
+    from fp8serve.model.checkpoint import open_checkpoint
     from fp8serve.model.format_conversion import convert_format
+    from fp8serve.model.stored_checkpoint import dropped_inputs_notes
+    from fp8serve.terminal import remark
 
     elements = convert_format(model, out, format).name
+    for note in dropped_inputs_notes(open_checkpoint(model)):
+        remark(f"{note} The result has no scales of inputs.")
     return f"in {elements}, as {format}, with the same {elements} values"

@@ -82,6 +82,10 @@ class Quantized(NamedTuple):
     q: Tensor
     scale_inv: Tensor
 
+    @property
+    def is_nvfp4(self) -> bool:
+        return self.q.dtype is torch.bfloat16
+
 
 class QuantizedWeight(NamedTuple):
     """A quantized weight [N, K], which is q * scale_inv * global_scale.
@@ -123,7 +127,7 @@ class Operand(NamedTuple):
 def _transposed_data(data: Quantized) -> Quantized:
     """Returns the data of the transposed matrix: a view if the device reads any layout, else a copy."""
     scale_inv = data.scale_inv if data.scale_inv.dim() == 0 else data.scale_inv.t()
-    if data.q.dtype is torch.bfloat16:
+    if data.is_nvfp4:
         return Quantized(_contiguous_transpose(data.q), scale_inv)
     if layout_of(data.q.device) == "any":
         return Quantized(data.q.t(), scale_inv)

@@ -226,7 +226,7 @@ class LinearPlan:
 
 def mm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Returns a b^T + bias, [M, N] of `out_dtype`, for quantized a [M, K] and b [N, K]."""
-    if a.q.dtype is torch.bfloat16:
+    if a.is_nvfp4:
         return cast(Tensor, _nvfp4_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, out_dtype))
     if a.scale_inv.dtype == E8M0:
         return cast(Tensor, _mx_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, None, out_dtype))

@@ -198,9 +198,8 @@ def row_norms(base: nn.Module, squares: Tensor, a: Tensor, b: Tensor, scaling: f
     weight, one = weight_of(base), torch.ones((), device=a.device)
     if isinstance(base, FrozenLinear):
         global_scale = base.weight_global_scale
-        a_w = multiply(
-            base.scale_input(a), one, weight, base.weight_scale_inv, None, torch.float32, global_scale
-        )  # A W^T [r, N]
+        x, x_scale = base.scale_input(a), None if base.is_4bit else one  # A stays in BF16
+        a_w = multiply(x, x_scale, weight, base.weight_scale_inv, None, torch.float32, global_scale)  # A W^T [r, N]
     else:
         a_w = _mm(a, _unpacked(weight), None, torch.float32)
     b = b.float()

@@ -35,9 +35,8 @@ from fp8serve.fp8.spec import (
 AmaxAlgo = RuleName | Callable[[Any], Any]
 ScaleAlgo = Callable[[Any, Any, float, Any], Any]
 Precisions = tuple[bool, bool, bool]
-Fp8Name = Literal[
-    "delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"
-]  # command-line names of the recipes for training
+# command-line names of the recipes for training
+Fp8Name = Literal["delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"]
 RecipeName = Literal[Fp8Name, "bf16"]
 # command-line names of the recipes for serving
 ServedName = Literal[Fp8Name, "w8a16", "nvfp4-w4a16", "mxfp4-w4a16"]
@@ -371,7 +370,7 @@ def can_train(recipe: Recipe | None) -> bool:
     return not isinstance(recipe, Float8WeightOnly | Float4WeightOnly)
 
 
-def calibrated(recipe: Recipe) -> Recipe:
+def recipe_for_calibration(recipe: Recipe) -> Recipe:
     """Returns the recipe with which a model is calibrated: without training, blocks of 1x16 are more accurate."""
     return replace(recipe, disable_2d_quantization=True) if isinstance(recipe, NVFP4BlockScaling) else recipe
 

@@ -128,6 +128,10 @@ class DrainingServer(uvicorn.Server):
         gc.collect()
         gc.freeze()  # the modules' objects, 100,000 of them: each full collection would hold up all streams for 30 ms
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        gc.unfreeze()  # the caller's process may go on
+
     def _handle_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Logs one warning for connections that cannot be accepted, instead of asyncio's traceback for each of them."""
         error = context.get("exception")

@@ -18,7 +18,15 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops import LEVELS, cases, reference
 from fp8serve.fp8.ops.e2m1 import dequantize
 from fp8serve.fp8.ops.nvfp4 import philox
-from fp8serve.fp8.recipe import calibrated, can_train, depends_on_batch, from_json, from_name, name_of, to_json
+from fp8serve.fp8.recipe import (
+    can_train,
+    depends_on_batch,
+    from_json,
+    from_name,
+    name_of,
+    recipe_for_calibration,
+    to_json,
+)
 from fp8serve.fp8.spec import NVFP4, QuantSpec
 
 F32 = np.float32
@@ -278,7 +286,7 @@ def test_the_recipe_has_transformer_engines_parameters() -> None:
         assert name_of(recipe) == "nvfp4"
         assert from_json(to_json(recipe)) == recipe
         assert can_train(recipe)
-        assert calibrated(recipe).specs.linear["weight"] == NVFP4
+        assert recipe_for_calibration(recipe).specs.linear["weight"] == NVFP4
     assert depends_on_batch(NVFP4BlockScaling())
     assert not depends_on_batch(from_name("nvfp4"))
     assert NVFP4BlockScaling(backward_override="high_precision").override_linear_precision == (False, True, True)
@@ -363,21 +371,6 @@ def test_a_2d_weight_has_the_same_values_in_both_directions_and_in_files() -> No
     assert torch.equal(stored.scale_inv[:16].float(), stored.scale_inv[:1].float().expand(16, 6))
     back, _ = cast_nvfp4(weight.t().contiguous(), spec)
     assert torch.equal(back[:, :48], values.t()[:, :48])
-
-
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_an_infinite_gradient_is_seen(recipe: NVFP4BlockScaling, value: float) -> None:
-    layer, x = Linear(64, 50, bias=False), torch.randn(40, 64, requires_grad=True)
-    with autocast(recipe=recipe):
-        y = layer(x)
-    dy = torch.randn(40, 50)
-    dy[17, 33] = value
-    y.backward(dy)
-    assert x.grad is not None
-    assert layer.weight.grad is not None
-    assert not x.grad.isfinite().all()
-    assert not layer.weight.grad.isfinite().all()
 
 
 def test_gradients_repeat_with_torchs_seed_and_differ_without() -> None:

@@ -21,7 +21,7 @@ from fp8serve import (
     autocast,
     scaling_state,
 )
-from fp8serve.fp8.recipe import Format, Recipe
+from fp8serve.fp8.recipe import Format, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 
 KINDS: dict[str, Any] = {
     "delayed": lambda **more: DelayedScaling(amax_history_len=4, **more),
@@ -138,3 +138,23 @@ def test_an_infinite_activation_saturates_and_is_counted() -> None:
     grads = gradients(layer, KINDS["delayed"](), torch.ones(9, 16), x)
     assert all(g.isfinite().all() for g in grads)
     assert scaling_state(layer)["input"].nonfinite.item() == 1
+
+
+SMALL_BLOCKS: dict[str, Recipe] = {
+    "mxfp8": MXFP8BlockScaling(),
+    "mxfp8 hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
+    "nvfp4": NVFP4BlockScaling(),
+    "nvfp4 by row": NVFP4BlockScaling(row_scaled_activation=True),
+    "nvfp4 1d": NVFP4BlockScaling(disable_2d_quantization=True),
+    "nvfp4 plain": NVFP4BlockScaling(True, True, True),
+}
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("recipe", SMALL_BLOCKS.values(), ids=SMALL_BLOCKS)
+def test_an_infinite_gradient_in_small_blocks_is_seen(recipe: Recipe, value: float) -> None:
+    of_input, of_weight = gradients(
+        Linear(64, 50, bias=False), recipe, gradient_with(40, 50, value), torch.randn(40, 64)
+    )
+    assert not of_input.isfinite().all()
+    assert not of_weight.isfinite().all()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8serve.calibration.pipeline import calibrate
+from fp8serve.cli import main
 from fp8serve.engine.loading import load, read_weights
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer
@@ -278,6 +279,15 @@ def test_what_is_written_is_what_is_served_and_what_is_converted(name: str, form
     assert not (tmp_path / "fp8").exists()
     bytes_ = sum(file.stat().st_size for file in (tmp_path / "out").glob("model*.safetensors"))
     assert estimate_weight_memory(tmp_path / "out", "stored").served == pytest.approx(bytes_, rel=0.05)
+
+
+@pytest.mark.parametrize("file", ["compressed-tensors NVFP4A16", "compressed-tensors NVFP4"])
+def test_convert_says_that_scales_of_inputs_are_dropped(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "m", file)
+    assert main(["convert", str(tmp_path / "m"), "--out", str(tmp_path / "out"), "--format", "modelopt"]) == 0
+    assert ("The result has no scales of inputs." in capsys.readouterr().err) is (file in WITH_INPUTS)
 
 
 @pytest.mark.parametrize("format_", ["compressed-tensors", "modelopt"])

@@ -292,3 +292,14 @@ def test_bad_mixtures_of_formats_are_refused(layers: Any, message: str | None, t
     with pytest.raises(ModelError, match=message):
         load_servable(tmp_path)
     assert [finding for finding in verify(tmp_path) if finding.severity == "error"]
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_mixed_precision_names_the_layers_of_a_wrapper_as_its_file_does(prefix: str, tmp_path: Path) -> None:
+    expected = write_mixed(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = config["quantization_config"]
+    layers = {name.replace("model.", prefix, 1): layer for name, layer in quantization["quantized_layers"].items()}
+    edit(tmp_path, quantization_config=quantization | {"quantized_layers": layers})
+    checkpoint = open_checkpoint(tmp_path)
+    assert all(torch.equal(checkpoint[name].float(), weight.float()) for name, weight in expected.items())

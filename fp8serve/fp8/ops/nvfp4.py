@@ -107,8 +107,8 @@ def _edges(dtype: torch.dtype) -> Tensor:
     """Returns rows of blocks on and beside every border of the rounding, with zeros, subnormals, infinities and NaN."""
     middles = [(a + b) / 2 for a, b in pairwise(E2M1_VALUES)]
     values = torch.tensor([*E2M1_VALUES, *middles])
-    beside = [values, -values.flip(0), values * (1 + 2**-20), values * (1 - 2**-20)]
-    row = torch.cat([F.pad(part, (0, -len(part) % NVFP4_BLOCK), value=6.0) for part in beside])
+    neighbors = [values, -values.flip(0), values * (1 + 2**-20), values * (1 - 2**-20)]
+    row = torch.cat([F.pad(part, (0, -len(part) % NVFP4_BLOCK), value=6.0) for part in neighbors])
     rows = [row, row * 1e-30, row * 1e-42, row * 1e30, row.roll(5), torch.where(row == 6, torch.nan, row), 0 * row]
     rows += [torch.where(torch.arange(len(row)) == 3, value, row) for value in (torch.inf, -torch.inf, torch.nan)]
     return torch.stack(rows).to(dtype)

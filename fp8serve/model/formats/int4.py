@@ -105,9 +105,9 @@ def read_packed(shards: Shards, owner: str, int4: Int4) -> PackedInt4:
         entry = entries[part]
         dtypes = _SCALE_DTYPES if part == "weight_scale" else (torch.int32,)
         if entry is None or entry.shape != part_shape or entry.dtype not in dtypes:
-            found = "missing" if entry is None else f"{type_name(entry.dtype)} {list(entry.shape)}"
+            stored = "missing" if entry is None else f"{type_name(entry.dtype)} {list(entry.shape)}"
             raise ModelError(
-                f"{owner}.{part} is {found}; an INT4 weight of {rows} x {columns} in groups of {group} takes "
+                f"{owner}.{part} is {stored}; an INT4 weight of {rows} x {columns} in groups of {group} takes "
                 f"{' or '.join(map(type_name, dtypes))} {list(part_shape)}."
             )
     return PackedInt4(shards, owner, rows, columns, int4.is_symmetric)

@@ -54,6 +54,7 @@ from fp8serve.fp8.spec import (
     weight_specs,
 )
 from fp8serve.model.config.reader import Fields
+from fp8serve.model.config.wrappers import text_tensor_name
 from fp8serve.model.formats import torchao
 from fp8serve.model.formats.microscaling import EXPONENT_DTYPES, check_exponents
 from fp8serve.model.formats.targets import CLASS, check_targets, is_pattern, matches
@@ -430,7 +431,7 @@ def _modelopt_modules(config: Fields) -> dict[str, Scheme]:
         algo = layer.text("quant_algo")
         if algo not in schemes:
             schemes[algo] = _modelopt_scheme(algo)
-        modules[name] = schemes[algo]
+        modules[(text_tensor_name(f"{name}.") or name).removesuffix(".")] = schemes[algo]
     return modules
 
 
