@@ -3,9 +3,10 @@
 //
 // The cap is a test hook: it holds for the whole process, "best" lifts it, "" only asks. It is a level, which
 // is a name for a set of features, or several levels and features joined by "+". The level in force is the
-// highest one whose features are all in force. "amx" and "emulated_amx" are in force only while a cap names
-// them, because no machine with AMX has measured their kernels. Neither op takes a tensor, so they are
-// registered for no device.
+// highest one whose features are all in force. "slow_dot" is measured when the library is loaded; a cap that
+// names it puts it in force anywhere, since it changes no bit. "amx" and "emulated_amx" are in force only
+// while a cap names them, because no machine with AMX has measured their kernels. Neither op takes a tensor,
+// so they are registered for no device.
 #include "cpu/features.h"
 
 #include <torch/csrc/stable/library.h>
@@ -22,6 +23,9 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
+#if FP8_X86
+#include <immintrin.h>
 #endif
 #if FP8_NEON && defined(__linux__)
 #include <asm/hwcap.h>
@@ -43,25 +47,58 @@ constexpr std::array<Named, 8> kLevels{{{"portable", kPortable},
                                         {"emulated_amx", kEmulatedAmx},
                                         {"neon", kNeon},
                                         {"neonbf16", kNeonBf16}}};
-constexpr std::array<Named, 6> kFlags{{{"fma", feature::fma},
+constexpr std::array<Named, 7> kFlags{{{"fma", feature::fma},
                                        {"avx512f", feature::avx512f},
                                        {"avx512bw", feature::avx512bw},
                                        {"avx512dq", feature::avx512dq},
                                        {"avx512vl", feature::avx512vl},
-                                       {"avx512vbmi", feature::avx512vbmi}}};
+                                       {"avx512vbmi", feature::avx512vbmi},
+                                       {"slow_dot", feature::slow_dot}}};
 
-Features detect() {
+#if FP8_X86
+// Returns the processor's time for many instructions of one kind, in ticks: eight sums at a time.
+template <bool is_dot>
+FP8_TARGET_AVX512BF16 __attribute__((noinline)) uint64_t time_sums() {
+  __m512 sums[8], one = _mm512_set1_ps(1.0f);
+  for (__m512& sum : sums) sum = _mm512_setzero_ps();
+  const uint64_t begin = __rdtsc();
+  for (int i = 0; i < 64; ++i) {
+#pragma GCC unroll 8
+    for (__m512& sum : sums) {
+      const auto pairs = reinterpret_cast<__m512bh>(one);
+      sum = is_dot ? _mm512_dpbf16_ps(sum, pairs, pairs) : _mm512_fmadd_ps(one, one, sum);
+      asm volatile("" : "+v"(sum), "+v"(one));
+    }
+  }
+  return __rdtsc() - begin;
+}
+
+// Whether the processor takes longer for a BF16 dot product than for two FP32 FMAs, which do the same work.
+// On a Zen 4 it takes half as long, on a Granite Rapids twice as long. An interruption makes a time longer,
+// never shorter.
+bool has_slow_dot() {
+  uint64_t dot = UINT64_MAX, fma = UINT64_MAX;
+  for (int i = 0; i < 16; ++i) {
+    dot = std::min(dot, time_sums<true>());
+    fma = std::min(fma, time_sums<false>());
+  }
+  return dot > 2 * fma;
+}
+#endif
+
+Features detect_features() {
 #if FP8_X86
   __builtin_cpu_init();
   const auto flag = [](bool has_feature, Features f) { return has_feature ? f : 0; };
-  return flag(__builtin_cpu_supports("avx2"), feature::avx2) |
-         flag(__builtin_cpu_supports("fma"), feature::fma) |
-         flag(__builtin_cpu_supports("avx512f"), feature::avx512f) |
-         flag(__builtin_cpu_supports("avx512bw"), feature::avx512bw) |
-         flag(__builtin_cpu_supports("avx512dq"), feature::avx512dq) |
-         flag(__builtin_cpu_supports("avx512vl"), feature::avx512vl) |
-         flag(__builtin_cpu_supports("avx512vbmi"), feature::avx512vbmi) |
-         flag(__builtin_cpu_supports("avx512bf16"), feature::avx512bf16);
+  const Features found = flag(__builtin_cpu_supports("avx2"), feature::avx2) |
+                         flag(__builtin_cpu_supports("fma"), feature::fma) |
+                         flag(__builtin_cpu_supports("avx512f"), feature::avx512f) |
+                         flag(__builtin_cpu_supports("avx512bw"), feature::avx512bw) |
+                         flag(__builtin_cpu_supports("avx512dq"), feature::avx512dq) |
+                         flag(__builtin_cpu_supports("avx512vl"), feature::avx512vl) |
+                         flag(__builtin_cpu_supports("avx512vbmi"), feature::avx512vbmi) |
+                         flag(__builtin_cpu_supports("avx512bf16"), feature::avx512bf16);
+  return found | flag((found & kAvx512Bf16) == kAvx512Bf16 && has_slow_dot(), feature::slow_dot);
 #elif FP8_NEON && defined(__linux__)
   return kNeon | ((getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0 ? feature::bf16 : 0);
 #elif FP8_NEON
@@ -69,6 +106,11 @@ Features detect() {
 #else
   return kPortable;
 #endif
+}
+
+Features detect() {
+  static const Features detected = detect_features();
+  return detected;
 }
 
 // Whether the processor has tiles of BF16, and the system saves them and allows this process to use them.
@@ -86,11 +128,12 @@ bool allows_amx() {
 #endif
 }
 
-// The features that only a cap puts in force. The system is asked for AMX only where the cap names it,
-// because its permission lasts as long as the process.
+// The features that a cap can put in force although they were not detected. The system is asked for AMX only
+// where the cap names it, because its permission lasts as long as the process.
 Features detect_optional(Features named) {
   if ((detect() & kAvx512Bf16) != kAvx512Bf16) return 0;
-  return feature::emulated_amx | ((named & feature::amx) != 0 && allows_amx() ? feature::amx : 0);
+  return feature::emulated_amx | (named & feature::slow_dot) |
+         ((named & feature::amx) != 0 && allows_amx() ? feature::amx : 0);
 }
 
 std::atomic<Features> in_force{detect()};

@@ -53,7 +53,8 @@ namespace feature {
 constexpr Features avx2 = 1 << 0, fma = 1 << 1, avx512f = 1 << 2, avx512bw = 1 << 3, avx512dq = 1 << 4,
                    avx512vl = 1 << 5, avx512vbmi = 1 << 6, avx512bf16 = 1 << 7, neon = 1 << 8, bf16 = 1 << 9,
                    amx = 1 << 10,  // tiles of BF16, which the system allows this process
-    emulated_amx = 1 << 11;
+    emulated_amx = 1 << 11,
+                   slow_dot = 1 << 12;  // `vdpbf16ps` takes longer than two FMAs
 }  // namespace feature
 
 // The features that code under each of the macros needs. Every processor with AVX2 has F16C.
@@ -63,6 +64,7 @@ constexpr Features kAvx512 =
     kAvx2 | feature::avx512f | feature::avx512bw | feature::avx512dq | feature::avx512vl;
 constexpr Features kAvx512Vbmi = kAvx512 | feature::avx512vbmi;
 constexpr Features kAvx512Bf16 = kAvx512Vbmi | feature::avx512bf16;
+constexpr Features kSlowDot = kAvx512Bf16 | feature::slow_dot;
 // Not in force unless a cap names them (features.cpp).
 constexpr Features kAmx = kAvx512Bf16 | feature::amx;
 constexpr Features kEmulatedAmx = kAvx512Bf16 | feature::emulated_amx;

@@ -111,6 +111,7 @@ const Level& portable();
 const Level& avx2();
 const Level& avx512();
 const Level& avx512bf16();
+const Level& fp8_fma();  // for some products of avx512bf16()
 const Level& amx();
 const Level& emulated_amx();
 inline constexpr std::array kLevels = {&emulated_amx, &amx,  &avx512bf16,

@@ -329,6 +329,18 @@ void run_rows(const Group& group, const Level& level, int64_t m0, int64_t m1) {
   });
 }
 
+// Returns the level for a group's problems, which have the same shape but for their rows.
+const Level& level_for(const Group& group) {
+  const Level& best = best_level();
+#if FP8_X86
+  const Problem& p = group.shape();
+  const bool is_fp8 = p.a.panel_kind() != Kind::bf16 && p.b.panel_kind() != Kind::bf16;
+  const bool has_many_rows = group.rows > best.stream_rows * group.count;
+  if (is_fp8 && has_many_rows && has(kSlowDot) && &best == &avx512bf16()) return fp8_fma();
+#endif
+  return best;
+}
+
 }  // namespace
 
 const Level& best_level() {
@@ -340,12 +352,10 @@ void run(const Problem* problems, int64_t count) {
   Group group{problems, count, 0};
   for (int64_t i = 0; i < count; ++i) group.rows += problems[i].m;
   const Problem& shape = group.shape();
-  const Level& building_blocks = best_level();
-  const int64_t row_bytes =
-      std::max<int64_t>(shape.k_blocks() * shape.stride() * building_blocks.element_size, 1);
-  const int64_t rows = share(group.rows, std::max(kRowsPerTask, kPanel / row_bytes), building_blocks);
-  for (int64_t m = 0; m < group.rows; m += rows)
-    run_rows(group, building_blocks, m, std::min(group.rows, m + rows));
+  const Level& level = level_for(group);
+  const int64_t row_bytes = std::max<int64_t>(shape.k_blocks() * shape.stride() * level.element_size, 1);
+  const int64_t rows = share(group.rows, std::max(kRowsPerTask, kPanel / row_bytes), level);
+  for (int64_t m = 0; m < group.rows; m += rows) run_rows(group, level, m, std::min(group.rows, m + rows));
 }
 
 }  // namespace fp8serve::gemm

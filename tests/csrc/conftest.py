@@ -25,11 +25,14 @@ def is_present(level: str) -> bool:
 
 
 ABSENT = [level for level in LEVELS if not is_present(level)]
+SLOW_DOT = ["avx512bf16+slow_dot"] if is_present("avx512bf16") else []
+"""The cap under which FP8 products use FMAs instead of the BF16 dot product, as on processors that are faster so."""
 
 
 @pytest.fixture(
     params=[pytest.param(cap, marks=pytest.mark.skip(reason=f"this machine has no {cap}")) for cap in ABSENT]
     + [cap for cap in LEVELS if cap not in ABSENT]
+    + SLOW_DOT
 )
 def level(request: pytest.FixtureRequest, library: None) -> Iterator[str]:
     cap: str = request.param

@@ -18,7 +18,7 @@ from fp8serve.fp8.ops.arithmetic import E8M0, FP8_MAX
 from fp8serve.fp8.ops.attention import prompt_case
 from fp8serve.fp8.ops.gemm import mm_case
 from fp8serve.fp8.ops.inputs import random_normal
-from tests.csrc.conftest import is_present
+from tests.csrc.conftest import SLOW_DOT, is_present
 
 BF16, (E4M3, E5M2) = torch.bfloat16, FP8_MAX
 PRODUCTS = (
@@ -34,6 +34,7 @@ PRODUCTS = (
 )
 PRESENT = {level: level for level in LEVELS if is_present(level)}
 """The caps that this machine can run, and their columns in the table."""
+PRESENT |= {cap: "avx512bf16" for cap in SLOW_DOT}
 PRESENT |= {cap: AMX for cap in ("amx", "emulated_amx") if is_present(cap)}
 _ZERO = {
     "bias": lambda bias: None,
