@@ -111,7 +111,7 @@ const Level& portable();
 const Level& avx2();
 const Level& avx512();
 const Level& avx512bf16();
-const Level& fp8_fma();  // for some products of avx512bf16()
+const Level& fma();  // for some products of avx512bf16()
 const Level& amx();
 const Level& emulated_amx();
 inline constexpr std::array kLevels = {&emulated_amx, &amx,  &avx512bf16,
@@ -122,6 +122,11 @@ const Level& neonbf16();
 inline constexpr std::array kLevels = {&neonbf16, &neon, &portable};
 #else
 inline constexpr std::array kLevels = {&portable};
+#endif
+
+#if FP8_X86
+// A tile of the level avx512() that takes subnormal operands and sums as zero, as `vdpbf16ps` does.
+void flushing_tile(const Tile& tile);
 #endif
 
 // Returns the first level whose features are in force.

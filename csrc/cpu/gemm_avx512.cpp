@@ -72,9 +72,38 @@ FP8_TARGET FP8_INLINE void store(float* p, Operand x) { _mm512_storeu_ps(p, x); 
 
 #include "cpu/gemm_unpack.h"
 
+// Not inlined, since a compiler moves arithmetic across a change of the mode.
+template <int R>
+FP8_TARGET __attribute__((noinline)) void sum_rows(const Tile& t, Vector* out) {
+  const auto *a = static_cast<const Element*>(t.a), *b = static_cast<const Element*>(t.b);
+  Vector sums[R * 4];  // in registers, unlike `out`
+  sum_over_k<R, 4, false>(sums, t, 0, 0, PanelAdd<R>{a, b, t.a_stride});
+#pragma GCC unroll 32
+  for (int i = 0; i < R * 4; ++i) out[i] = sums[i];
+}
+
+template <int R>
+FP8_TARGET void flushing_rows(const Tile& t) {
+  constexpr unsigned kFlush = _MM_FLUSH_ZERO_ON | 0x40;  // 0x40: subnormal operands are zero
+  Vector sums[R * 4];
+  const unsigned mode = _mm_getcsr();
+  _mm_setcsr(mode | kFlush);
+  sum_rows<R>(t, sums);
+  _mm_setcsr(mode);
+  asm volatile("" ::: "memory");
+  finish_rows<R>(sums, t, 0);
+}
+
 #undef FP8_TARGET
 
 }  // namespace avx512_level
+
+void flushing_tile(const Tile& t) {
+  using namespace avx512_level;
+  static constexpr void (*rows[])(const Tile&) = {flushing_rows<1>, flushing_rows<2>, flushing_rows<3>,
+                                                  flushing_rows<4>, flushing_rows<5>, flushing_rows<6>};
+  t.scale == nullptr ? rows[t.rows - 1](t) : tile(t);
+}
 
 const Level& avx512() {
   using namespace avx512_level;

@@ -21,6 +21,9 @@ constexpr int64_t kPanel = 8 << 20;  // bytes of `a` that are unpacked at a time
 // A smaller panel stays in the second-level cache with all of its K. Of a larger one, this many rows stay
 // there with one block of K, which they read from memory once for this many columns.
 constexpr int64_t kResident = 512 * 1024, kRowsPerTask = 43 * kMaxRows, kColumnsPerTask = 256;
+// From which rows on FMAs are worth their FP32 panels (gemm_fma.cpp). BF16 weights need no widening
+// otherwise.
+constexpr int64_t kFmaRows = 12, kFmaRowsOfBf16 = 32;
 constexpr int64_t kColumnsPerStream = 128;  // where the panel is small
 // With a smaller `b` and fewer products, waking other threads is not worthwhile.
 constexpr int64_t kMinParallelBytes = 1 << 17, kMinParallelProducts = 1 << 22;
@@ -334,9 +337,11 @@ const Level& level_for(const Group& group) {
   const Level& best = best_level();
 #if FP8_X86
   const Problem& p = group.shape();
-  const bool is_fp8 = p.a.panel_kind() != Kind::bf16 && p.b.panel_kind() != Kind::bf16;
-  const bool has_many_rows = group.rows > best.stream_rows * group.count;
-  if (is_fp8 && has_many_rows && has(kSlowDot) && &best == &avx512bf16()) return fp8_fma();
+  const bool has_bf16 = p.a.panel_kind() == Kind::bf16 || p.b.panel_kind() == Kind::bf16;
+  const bool can_flush = !(p.blocked() && has_bf16);  // promoted sums are not flushed
+  const int64_t min_rows = p.b.kind == Kind::bf16 ? kFmaRowsOfBf16 : kFmaRows;
+  const bool has_many_rows = group.rows >= min_rows * group.count;
+  if (can_flush && has_many_rows && has(kSlowDot) && &best == &avx512bf16()) return fma();
 #endif
   return best;
 }

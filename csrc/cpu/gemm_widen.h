@@ -36,13 +36,13 @@ struct Pair {
 };
 
 template <class F>
-FP8_TARGET_AVX512VBMI FP8_INLINE Tables tables() {
+FP8_TARGET_AVX512BF16 FP8_INLINE Tables tables() {
   const auto* low = reinterpret_cast<const __m512i*>(kBytes<F>.low);
   const auto* high = reinterpret_cast<const __m512i*>(kBytes<F>.high);
   return {{low[0], low[1]}, {high[0], high[1]}, _mm512_set1_epi8(static_cast<char>(0x80))};
 }
 
-FP8_TARGET_AVX512VBMI FP8_INLINE Pair widen(const Tables& t, __m512i bytes) {
+FP8_TARGET_AVX512BF16 FP8_INLINE Pair widen(const Tables& t, __m512i bytes) {
   const __m512i low = _mm512_permutex2var_epi8(t.low[0], bytes, t.low[1]);
   const __m512i magnitude = _mm512_permutex2var_epi8(t.high[0], bytes, t.high[1]);
   const __m512i high =
@@ -51,7 +51,7 @@ FP8_TARGET_AVX512VBMI FP8_INLINE Pair widen(const Tables& t, __m512i bytes) {
 }
 
 // Divides BF16 values by powers of two (compute_mx_shifts). Zero, infinity and NaN stay what they are.
-FP8_TARGET_AVX512VBMI FP8_INLINE __m512i lower_exponents(__m512i values, __m512i shifts) {
+FP8_TARGET_AVX512BF16 FP8_INLINE __m512i lower_exponents(__m512i values, __m512i shifts) {
   const __m512i magnitudes = _mm512_and_si512(values, _mm512_set1_epi16(0x7fff));
   const __mmask32 finite = _mm512_cmplt_epu16_mask(magnitudes, _mm512_set1_epi16(0x7f80));
   const __m512i low = _mm512_mask_subs_epu16(magnitudes, finite, magnitudes, shifts);

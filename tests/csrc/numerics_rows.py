@@ -34,7 +34,7 @@ PRODUCTS = (
 )
 PRESENT = {level: level for level in LEVELS if is_present(level)}
 """The caps that this machine can run, and their columns in the table."""
-PRESENT |= {cap: "avx512bf16" for cap in SLOW_DOT}
+PRESENT |= dict.fromkeys(SLOW_DOT, "avx512bf16")
 PRESENT |= {cap: AMX for cap in ("amx", "emulated_amx") if is_present(cap)}
 _ZERO = {
     "bias": lambda bias: None,

@@ -144,6 +144,31 @@ def test_every_level_gives_the_same_bits(library, a_by, b_by, rows):
         assert_bits_equal(result, results[0])
 
 
+@pytest.mark.skipif(not SLOW_DOT, reason="this machine has no avx512bf16")
+@pytest.mark.parametrize("rows", [11, 12, 40])
+def test_fmas_give_the_bits_of_the_dot_product(library, rows):
+    """BF16 values and sums around the smallest normal number, which the dot product takes as zero below it."""
+    make = torch.Generator().manual_seed(rows)
+    a, b = (
+        torch.randn(n, 2304, generator=make) * 2.0 ** torch.randint(-70, -55, (n, 2304), generator=make)
+        for n in (rows, 160)
+    )
+    a[:, ::5], b[:, ::7] = 2.0**-130, 2.0**-129  # subnormal in BF16
+    b[3, :], b[4, 9], b[5, 9] = 1.0, float("inf"), float("nan")
+    a, b = a.bfloat16(), b.bfloat16()
+    packed = torch.empty(packing.packed_shape(*b.shape), dtype=torch.bfloat16)
+    OPS.pack_weight(b, packed)
+    results = []
+    for cap in ("avx512bf16", *SLOW_DOT, "avx512"):
+        OPS.cpu_isa(cap)
+        plain = OPS.mm(a, b, None, torch.float32)
+        results.append((plain, OPS.packed_mm(a, packed, None, None, None, None, torch.float32)))
+    OPS.cpu_isa("best")
+    for dot, fma, unflushed in zip(*results, strict=True):
+        assert_bits_equal(fma, dot)
+        assert (unflushed != dot).any()
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("a_by", ["row", "block1x128"])
 @pytest.mark.parametrize("b_by", ["tensor", "block1x128", "block128x128"])
