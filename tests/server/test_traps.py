@@ -56,7 +56,7 @@ BODIES: list[bytes] = [
     json.dumps({"data": [{"text": "x"}], "suffix": "../" + CANARY}).encode(),
 ]
 ROUTES = """
-/ /generate /generate_stream /tokenize /detokenize /v1/completions /v1/chat/completions /finetune /finetune/validate
+/generate /tokenize /detokenize /v1/completions /v1/chat/completions /finetune /finetune/validate
 /v1/fine_tuning/jobs /v1/files /models/tiny/activate /finetune/nope/cancel /finetune/nope/activate
 """
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -204,7 +204,7 @@ async def test_odd_paths_are_plain_404s(start: Start, path: str) -> None:
         ("/finetune/some-job", "DELETE, GET"),
         ("/v1/files", "GET, POST"),
         ("/v1/files/some-file", "DELETE, GET"),
-        ("/", "GET, HEAD, POST"),
+        ("/", "GET, HEAD"),
         ("/openapi.json", "GET, HEAD"),
     ],
 )

@@ -148,7 +148,7 @@ async def test_an_answer_has_a_deadline_where_one_is_set(start: Start) -> None:
         assert (answer.status_code, answer.json()["code"]) == (408, "request_timeout")
         await eventually(lambda: not server.launcher.engine.running)
         assert server.state.models.default.admission.in_flight == 0
-        streamed = await server.client.post("/generate_stream", json=endless)
+        streamed = await server.client.post("/generate", json=endless | {"stream": True})
         assert '"code":"request_timeout"' in streamed.text
 
 
