@@ -1,11 +1,26 @@
 """A test file depends on what it imports, runs and reads."""
 
+import json
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.dependencies import EVERY_FILE, FEW_SOURCES, ROOT, Sources, is_changed, reachable
+from tests.dependencies import (
+    CLI,
+    COMMANDS,
+    EVERY_FILE,
+    FEW_SOURCES,
+    RENAMED_COMMANDS,
+    ROOT,
+    Sources,
+    command_words,
+    is_changed,
+    reachable,
+)
+from tests.tiny import write_tiny_model
 
 FILES = {
     "fp8serve/__init__.py": '_MODULES = {"Linear": "fp8serve.layers.linear"}',
@@ -150,6 +165,56 @@ def test_races_and_kills_run_for_few_sources(test: str) -> None:
     assert test not in affected("fp8serve/fp8/ops/casts.py")
     for pattern in FEW_SOURCES[test]:
         assert any(ROOT.glob(pattern)), pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("chat", ["chat"]),
+        ("jobs list", ["jobs"]),
+        ("serve --port 0", ["serve"]),
+        ("Run it again: fp8serve calibrate MODEL", ["calibrate"]),
+        ("merge the adapter into its base", []),
+    ],
+)
+def test_a_sentence_names_no_command(text: str, words: list[str]) -> None:
+    assert command_words(text) == words
+
+
+PRINT_FILES = """
+import json, sys
+from fp8serve.cli import main
+status = main(sys.argv[1:])
+files = [module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
+print(json.dumps([status, files]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "calibrate MODEL --out OUT --samples 2 --seq-len 16",
+        "doctor MODEL",
+        "eval MODEL --recipe bf16 --samples 2 --seq-len 16",
+        "generate MODEL Hello --recipe bf16 --max-new-tokens 2",
+        "inspect MODEL",
+        "verify MODEL",
+    ],
+)
+def test_a_process_imports_only_dependencies_of_its_command(command: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    paths = {"MODEL": str(model), "OUT": str(tmp_path / "out")}
+    args = [paths.get(word, word) for word in command.split()]
+    process = subprocess.run([sys.executable, "-c", PRINT_FILES, *args], capture_output=True, text=True, check=True)
+    status, files = json.loads(process.stdout.splitlines()[-1])
+    assert status == 0, process.stderr
+    imported = {file for file in files if file.endswith(".py") and Path(file).is_relative_to(ROOT)}
+    imported = {str(Path(file).relative_to(ROOT)) for file in imported if ".venv" not in file}
+    name = RENAMED_COMMANDS.get(args[0], args[0])
+    names = reachable([CLI, f"{COMMANDS}{name}.py()"], sources().direct)
+    assert len(imported) > 30
+    assert sorted(file for file in imported if not any(is_changed(name, [file]) for name in names)) == []
 
 
 def test_every_file_of_the_product_affects_a_test() -> None:
