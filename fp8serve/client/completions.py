@@ -1,11 +1,10 @@
-"""Requests completions from a server. Chat completions are streamed as pieces of text, reasoning and tool calls.
+"""Streams chat completions of a server as pieces of text, reasoning and tool calls.
 
 Servers have two names for reasoning, `reasoning_content` and `reasoning`. A tool call is streamed in fragments; the
 first one holds the tool's name.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,34 +52,3 @@ def _delta_pieces(delta: dict[str, Any]) -> Iterator[Piece]:
             yield Piece("tool", str(name), starts_call=True)
         if arguments := function.get("arguments"):
             yield Piece("tool", str(arguments))
-
-
-API_NAMES = {"max_new_tokens": "max_tokens", "regex": "guided_regex"}  # fields of SamplingParams with another name
-
-
-def complete(api: Api, model: str | None, prompts: Sequence[str], sampling: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Completes each prompt and returns the prompt, the text and the finish reason. `sampling` holds values of
-    SamplingParams by field name. Raises ServerError if the request fails."""
-    body = {"model": model or api.first_model(), "prompt": list(prompts) if len(prompts) > 1 else prompts[0]}
-    response = api.post("/v1/completions", body | _sampling_fields(sampling))
-    try:
-        choices = {choice.get("index", 0): choice for choice in response["choices"]}
-        return [
-            {
-                "prompt": prompt,
-                "text": str(choices[index]["text"]),
-                "finish_reason": choices[index].get("finish_reason"),
-            }
-            for index, prompt in enumerate(prompts)
-        ]
-    except (AttributeError, KeyError, TypeError):
-        raise ServerError("/v1/completions did not return one completion per prompt.") from None
-
-
-def _sampling_fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames sampling parameters to the fields of OpenAI's API, or of vLLM's if OpenAI's has none."""
-    fields = {API_NAMES.get(name, name): value for name, value in sampling.items()}
-    if (schema := fields.pop("json_schema", None)) is not None:
-        json_schema = {"name": "answer", "schema": json.loads(schema)}
-        fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
-    return fields
