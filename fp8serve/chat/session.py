@@ -10,8 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from fp8serve.chat.models import ChatModel, ChatOptions, Message
-from fp8serve.client.completions import Piece
+from fp8serve.chat.models import ChatModel, ChatOptions, Message, Piece
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError, shown
 from fp8serve.terminal import printable
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from fp8serve.chat.models import ChatOptions
+from fp8serve.chat.models import ChatOptions, Piece
 from fp8serve.chat.session import DIM, PLAIN, Session
-from fp8serve.client.completions import Piece
 from fp8serve.errors import RequestError
 
 HELLO = [Piece("text", "Good "), Piece("text", "day.")]
@@ -134,7 +133,7 @@ def test_help_names_every_command_and_others_are_refused(capsys: pytest.CaptureF
 
 
 def test_a_deferred_interrupt_is_raised_at_the_second_ctrl_c() -> None:
-    from fp8serve.chat.models import deferred_interrupt
+    from fp8serve.chat.models import Piece, deferred_interrupt
 
     with deferred_interrupt() as interrupted:
         assert not interrupted()
