@@ -44,8 +44,7 @@ LIMITS = {"configure": 60, "build": 240, "test": 100, "measure": 45, "tune": 45,
 # Groups of gpu_measure.py, the safest first.
 KERNELS = ("casts", "skinny", "attention", "gemm", "experts", "linear", "decode", "invariant")
 TRAINING = (
-    "bf16,bf16 compiled,ao tensorwise compiled,ao rowwise compiled,trainer bf16,trainer delayed,trainer rowwise,"
-    "trainer bf16 compiled,trainer delayed compiled,trainer rowwise compiled"
+    "bf16,bf16 compiled,ao tensorwise compiled,ao rowwise compiled,trainer bf16,trainer delayed,trainer rowwise"
 )
 PROGRAMS = {"training": 150, "load": 150, "features": 120, "job": 120}
 """Measurements of gpu_training.py and gpu_server.py, and their seconds."""

@@ -133,7 +133,7 @@ def test_help_names_every_command_and_others_are_refused(capsys: pytest.CaptureF
 
 
 def test_a_deferred_interrupt_is_raised_at_the_second_ctrl_c() -> None:
-    from fp8serve.chat.models import Piece, deferred_interrupt
+    from fp8serve.chat.models import deferred_interrupt
 
     with deferred_interrupt() as interrupted:
         assert not interrupted()
