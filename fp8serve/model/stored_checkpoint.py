@@ -288,8 +288,8 @@ class Checkpoint(Mapping[str, Tensor]):
         if scheme is None or spec is None or spec.name != stored.name:
             declared = "no group with it" if scheme is None else scheme.weight_name
             raise ModelError(
-                f"{self.path}: {name} is in {stored.name} by the type of {key}, and config.json has {declared}; correct "
-                "quantization_config, or write the model again."
+                f"{self.path}: {name} is in {stored.name} by the type of {key}, and config.json has {declared}; "
+                "correct quantization_config, or write the model again."
             )
         second = self.scale_key(linear, "global")
         if (second is None) is not spec.is_mx:

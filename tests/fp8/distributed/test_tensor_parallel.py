@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8serve import DelayedScaling, Linear, autocast, convert
-from fp8serve.fp8.recipe import NVFP4BlockScaling
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.recipe import NVFP4BlockScaling, Recipe
 from fp8serve.fp8.tensor_parallel import ParallelLinear, parallelize, sum_gradients
 
 from .ranks import counted, on_ranks

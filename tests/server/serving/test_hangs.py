@@ -21,7 +21,7 @@ from tests.server.fakes import FakeEngine, Launcher
 
 
 class Hanging(Launcher):
-    """A launcher whose loads hang if they begin while `hang` is set. `begun` of them did, and `given_up` were cancelled."""
+    """A launcher whose loads hang while `hang` is set. `begun`: how many did; `given_up`: how many were cancelled."""
 
     hang = False
     begun = 0
