@@ -124,8 +124,6 @@ async def test_no_number_makes_a_server_error(start: Start, route: str) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [
-        ("/generate", {"inputs": "x", "parameters": {"best_of": 2}}, "parameters.best_of"),
-        ("/generate", {"inputs": "x", "parameters": {"watermark": True}}, "parameters.watermark"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
         (
             "/v1/chat/completions",

@@ -143,6 +143,7 @@ CHAT = (
     refused("vLLM", "mm_processor_kwargs", "Input is text.", {}),
     refused("vLLM", "include_reasoning", "Reasoning is always returned in reasoning_content.", True),
     refused("vLLM", "return_prompt_text", "POST /tokenize with return_token_strs returns the prompt.", False),
+    refused("huggingface_hub", "tool_prompt", "Send a system message."),
     refused("llama.cpp", "reasoning_format", "Start the server with --reasoning-parser.", "auto", "deepseek"),
     refused("llama.cpp", "parse_tool_calls", "Start the server with --tool-parser.", True),
     refused("Ollama", "think", REASONING_EFFORT),
