@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, from_name
 from fp8serve.model.checkpoint import load_any_servable, load_servable, open_checkpoint
 from fp8serve.model.device import estimate_weight_memory
-from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, save_scales
+from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, fingerprint, save_scales
 from tests.compatibility.cases import NAMES, make
 from tests.model.test_int4 import configuration, quantized
 
@@ -70,7 +70,7 @@ def test_layers_of_several_widths_are_counted_each_in_its_own(tmp_path: Path) ->
     scales = {f"{name}.input": TensorScale(cast(Tensor, matrix.input_scale)) for name, matrix in inputs.items()}
     for with_scales in (False, True):
         if with_scales:
-            save_scales(path / FILE_NAME, ScalingCheckpoint(DelayedScaling(), scales))
+            save_scales(path / FILE_NAME, ScalingCheckpoint(DelayedScaling(), scales, fingerprint(path)))
         model = load_servable(path)
         assert estimate_weight_memory(path, "stored").served == pytest.approx(loaded_bytes(model), rel=0.02)
     group = configuration(32, True)["config_groups"]["group_0"]
