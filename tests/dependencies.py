@@ -13,10 +13,10 @@ A Python file depends on these files:
   tests; and every file, if it lists the root of the repository.
 
 A test that uses the command line depends on the commands that its strings name, or on all if they name none. A slow
-test of tests/test_dependencies.py compares the dependencies of commands with what their processes import. No import
-leads to csrc/: CSRC names the tests of its folders. A change of csrc/cpu/ does not run most tests of models, servers
-and calibration, since the tests of kernels compare every operation with the reference. FEW_SOURCES names tests that run
-only for some of their dependencies. A file that nothing names, such as a page, affects no test.
+test of tests/test_dependencies.py compares the dependencies of some commands and tests with what their processes
+import. No import leads to csrc/: CSRC names the tests of its folders. A change of csrc/cpu/ does not run most tests of
+models, servers and calibration, since the tests of kernels compare every operation with the reference. FEW_SOURCES
+names tests that run only for some of their dependencies. A file that nothing names, such as a page, affects no test.
 """
 
 import ast
