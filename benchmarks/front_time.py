@@ -36,7 +36,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello there"}]},
     "/v1/messages": {"messages": [{"role": "user", "content": "hello there"}]},
     "/v1/responses": {"input": "hello there"},
-    "/generate_stream": {"inputs": "hello there"},
+    "/generate": {"inputs": "hello there"},
 }
 # The limits of an engine without a model, and its answer to `info`.
 LIMITS = {"max_model_len": 1 << 16, "num_blocks": 1 << 20, "block_size": 16, "vocab_size": 257}
@@ -165,8 +165,8 @@ def child(pid: int, argument: str) -> int:
 def request_bytes(route: str, tokens: int) -> bytes:
     """Returns a request for a stream of `tokens` tokens."""
     options: dict[str, Any] = {"max_tokens": tokens, "stream": True}
-    if route == "/generate_stream":
-        options = {"parameters": {"max_new_tokens": tokens}}
+    if route == "/generate":
+        options = {"parameters": {"max_new_tokens": tokens}, "stream": True}
     elif route == "/v1/responses":
         options = {"max_output_tokens": tokens, "stream": True}
     body = json.dumps(ROUTES[route] | options).encode()

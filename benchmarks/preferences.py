@@ -1,6 +1,6 @@
 """DPO here beside TRL's: the loss and the rewards of every step, from one model, with the same pairs in the same order.
 
-    python benchmarks/preferences.py MODEL --peer PYTHON --out DIR [--steps 24] [--recipe bf16 ...] [--loss-type ipo]
+    python benchmarks/preferences.py MODEL --peer PYTHON --out DIR [--steps 24] [--recipe bf16 ...]
 
 MODEL: a Hugging Face directory. PYTHON: the interpreter of an environment with `trl`. The pairs are sums with a right
 and a wrong answer, made from a seed. Both trainers hold FP32 weights and compute in BF16. Only ours has FP8 recipes;
@@ -64,12 +64,11 @@ def main() -> None:
     parser.add_argument("--peer", required=True)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--recipe", action="append")
-    parser.add_argument("--loss-type", default="sigmoid", choices=("sigmoid", "sigmoid_norm", "ipo"))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     job = {
         "model": args.model, "max_steps": args.steps, "batch_size": 4, "seq_len": 128, "lr": 5e-6, "seed": 0,
-        "beta": 0.1, "loss_type": args.loss_type, "threads": torch.get_num_threads(),
+        "beta": 0.1, "loss_type": "sigmoid", "threads": torch.get_num_threads(),
     }  # fmt: skip
     rows = pairs(4 * args.steps, 0)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from fp8serve.calibration.options import CalibrationOptions
-from fp8serve.calibration.techniques.precision import QualityTarget
 from fp8serve.errors import DataError, MachineError, ModelError, RecipeError
 from fp8serve.fp8.recipe import Recipe, as_delayed, can_train, name_of, to_json
 from fp8serve.fp8.selfcheck import prepare_device
@@ -84,8 +83,6 @@ def check_model(config: ModelConfig, settings: CalibrationOptions) -> None:
 
 
 def _check_scales(recipe: Recipe, settings: CalibrationOptions) -> None:
-    if settings.input_scales != "history" and as_delayed(recipe) is None:
-        raise RecipeError(f"The recipe {name_of(recipe)!r} stores no scales for inputs; leave out input_scales.")
     if settings.share_scales and recipe.specs.linear["weight"].source != "delayed":
         raise RecipeError("share_scales needs one stored scale for each weight (delayed, per tensor); leave it out.")
     if settings.gradients and as_delayed(recipe) is None:
@@ -98,17 +95,17 @@ def _check_scales(recipe: Recipe, settings: CalibrationOptions) -> None:
 
 def _check_weights(recipe: Recipe, settings: CalibrationOptions) -> None:
     """Raises RecipeError for options that change or exclude weights and cannot be combined."""
-    if settings.scales_only and (settings.skip or settings.only or QualityTarget.of(settings)):
+    if settings.scales_only and (settings.skip or settings.only or settings.target_kl is not None):
         raise RecipeError(
             "scales_only writes no weights, so it cannot choose which stay in high precision; leave out skip, only and "
-            "the quality targets."
+            "target_kl."
         )
     if settings.scales_only and settings.rounding != "nearest":
         raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
     if settings.scales_only and settings.smoothing is not None:
         raise RecipeError("scales_only writes no weights, but smoothing changes weights; leave out one of the two.")
-    if settings.heal and (settings.scales_only or settings.input_scales != "history"):
-        raise RecipeError("Healing changes weights and their scales; leave out scales_only and input_scales.")
+    if settings.heal and settings.scales_only:
+        raise RecipeError("Healing changes weights and their scales; leave out scales_only.")
     if settings.heal_rate is not None and not settings.heal:
         raise RecipeError("heal_rate is the learning rate of healing, which is off; give heal, or leave out heal_rate.")
     if settings.heal and not can_train(recipe):

@@ -24,7 +24,6 @@ from fp8serve.calibration.passes import release_weights, replaced_modules, run_i
 from fp8serve.calibration.progress import Stages
 from fp8serve.calibration.result import HealingReport, LayerReport, LinearGroup, Quality, SmoothingReport
 from fp8serve.calibration.techniques.precision import (
-    QualityTarget,
     bytes_saved,
     groups_by_cost,
     min_groups_in_bf16,
@@ -105,12 +104,13 @@ class DivergenceJudge:
     """Measures the error of a model that generates text."""
 
     def meet_target(self, job: Job) -> None:
-        """Leaves as few linears in BF16 as the quality target allows. Raises RecipeError if it needs all of them."""
-        if (target := QualityTarget.of(job.options)) is None:
+        """Leaves as few linears in BF16 as `target_kl` allows. Raises RecipeError if it needs all of them."""
+        if (target := job.options.target_kl) is None:
             return
 
         def is_met(names: Collection[str]) -> bool:
-            return target.is_met(self.compare(job, {name: job.linears[name] for name in names})[0])
+            quality, _ = self.compare(job, {name: job.linears[name] for name in names})
+            return (quality.kl_divergence or 0.0) <= target
 
         refusal = "The target needs every linear layer in high precision; set a higher limit, or do not calibrate."
         _leave_in_bf16(job, groups_by_cost(job.linears, self._shares(job)), is_met, refusal)

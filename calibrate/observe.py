@@ -16,13 +16,6 @@ fills. Only `fp8.scaling.update` computes scales.
 An expert that receives no token has no amax, so there is no scale for its inputs. This raises an error that names the
 expert. If there are no more data, every token can be sent through every expert while observing. The amaxes of an expert
 then include tokens that the router sends to other experts. The output of the model does not change.
-
-With a scale for the largest value of an input no value saturates, but the smallest values underflow. `search_amaxes`
-looks for scales of inputs that give the smallest error of outputs. A scale for a smaller range represents small values
-more precisely, and a few large values saturate. The effect on a layer's output depends on its weights. Large values
-matter: in many models they occur at the first token of every text. So the search runs the calibration text once more.
-From RANGE_FRACTIONS it selects the fraction of the largest value that has the smallest sum over tokens of
-|(cast(x) - x) W^T|^2.
 """
 
 import math
@@ -34,16 +27,15 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp8serve.calibration.data import Batch, first_sequences
+from fp8serve.calibration.data import Batch
 from fp8serve.calibration.passes import (
     Linears,
     attention_names,
     backward,
     entries_of_layer,
     forward,
-    forward_hooks,
     layer_indices,
     layerwise_passes,
     nonfinite_error,
@@ -52,10 +44,9 @@ from fp8serve.calibration.passes import (
 )
 from fp8serve.calibration.progress import Stages
 from fp8serve.calibration.result import HISTORY_LENGTH, list_names
-from fp8serve.calibration.techniques.precision import input_groups
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.autocast import autocast
-from fp8serve.fp8.ops.arithmetic import FP8_MAX, amax
+from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed
 from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
 from fp8serve.model.building import AnyModel, Model
@@ -63,9 +54,6 @@ from fp8serve.model.network.experts import mixtures, reset_token_counts, route_t
 from fp8serve.ranks import ALONE, Ranks
 
 Counts = dict[str, Tensor]  # by the name of a mixture: the number of tokens of each expert, int64 [E]
-E4M3 = torch.float8_e4m3fn
-RANGE_FRACTIONS = tuple(2 ** (-k / 4) for k in range(9))  # from 1 to 1/4 of the largest value
-SEARCH_TOKENS = 2048  # of the calibration text; every token is multiplied once for each range
 
 
 @contextmanager
@@ -219,19 +207,13 @@ def _add_to_record(record: TensorRecord, latest_amax: float, steps: int, nonfini
     record.batches, record.nonfinite = steps, nonfinite
 
 
-def final_states(observer: Observer, searched_amaxes: Mapping[str, float] | None = None) -> dict[str, ScalingState]:
-    """Returns the states with scales from all batches and with histories of the length that the recipe asks for.
-
-    `searched_amaxes` replace the observed amaxes of some tensors, and their histories are clamped to the searched amax,
-    because the scale of a state must represent its history.
-    """
-    states, recipe, searched_amaxes = observer.states(), observer.target, searched_amaxes or {}
-    uses_maximum = recipe.amax_compute_algo == "max"
-    amaxes = {name: record.amax for name, record in observer.records.items() if uses_maximum} | dict(searched_amaxes)
-    for name, scale in scales_of(amaxes, recipe, next(iter(states.values())).scale.device).items():
-        states[name].scale.copy_(scale)
-    for name, largest in searched_amaxes.items():
-        states[name].amax_history.clamp_(max=largest)
+def final_states(observer: Observer) -> dict[str, ScalingState]:
+    """Returns the states with scales from all batches and with histories of the length that the recipe asks for."""
+    states, recipe = observer.states(), observer.target
+    if recipe.amax_compute_algo == "max":
+        amaxes = {name: record.amax for name, record in observer.records.items()}
+        for name, scale in scales_of(amaxes, recipe, next(iter(states.values())).scale.device).items():
+            states[name].scale.copy_(scale)
     for state in states.values():
         state.resize(recipe.amax_history_len)
     return states
@@ -364,32 +346,3 @@ def _forward_and_backward(decoder: Model, batches: Sequence[Batch], observer: Ob
 def _check_finite(decoder: AnyModel, hidden: Tensor, observer: Observer, batch: Batch) -> None:
     if not bool(hidden.isfinite().all()):
         raise nonfinite_error(decoder, observer.linears, batch)
-
-
-@torch.no_grad()
-def search_amaxes(
-    decoder: Model,
-    linears: Linears,
-    batches: Sequence[Batch],
-    amaxes: Mapping[str, float],
-    stages: Stages | None = None,
-) -> dict[str, float]:
-    """Returns amaxes of the linears' inputs, fractions of the observed `amaxes`, with the smallest output error."""
-    by_first = {names[0]: names for names in input_groups(linears)}
-    first_linears = {name: linears[name] for name in by_first}
-    errors = {name: torch.zeros(len(RANGE_FRACTIONS), dtype=torch.float64) for name in by_first}
-
-    def add_errors(name: str, linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-        rows = args[0].reshape(-1, args[0].shape[-1]).float()
-        weights = torch.cat([linears[n].weight.float() for n in by_first[name]])
-        products = weights.t() @ weights
-        for i, fraction in enumerate(RANGE_FRACTIONS):
-            scale = FP8_MAX[E4M3] / (fraction * amaxes[f"{name}.input"])
-            error = (rows * scale).clamp(-FP8_MAX[E4M3], FP8_MAX[E4M3]).to(E4M3).float() / scale - rows
-            errors[name][i] += float(((error @ products) * error).sum(dtype=torch.float64))
-
-    for batch in (stages or Stages()).steps("search", first_sequences(batches, SEARCH_TOKENS)):
-        with forward_hooks(first_linears, add_errors):
-            forward(decoder, batch)
-    best = {name: RANGE_FRACTIONS[int(e.argmin())] * amaxes[f"{name}.input"] for name, e in errors.items()}
-    return {f"{name}.input": best[first] for first, names in by_first.items() for name in names}

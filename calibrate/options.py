@@ -21,7 +21,6 @@ CPU_BATCH, GPU_BATCH = 4, 32
 Files = tuple[str, ...]
 Patterns = tuple[str, ...]
 Rounding = Literal["nearest", "gptq"]
-InputScales = Literal["history", "search"]
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,6 @@ class CalibrationOptions(SampleOptions):
     target_kl: Annotated[
         float | None, Gt(0), About("Leave layers in BF16 until the KL divergence is this small.", metavar="NATS")
     ] = None
-    max_ppl_increase: Annotated[
-        float | None, Gt(0), About("Leave layers in BF16 until perplexity rises by less.", metavar="PERCENT")
-    ] = None
     target_cosine: Annotated[
         float | None, Gt(0), Le(1), About("Leave layers of an encoder in BF16 until the median cosine is this large.")
     ] = None
@@ -126,10 +122,6 @@ class CalibrationOptions(SampleOptions):
     heal_rate: Annotated[
         float | None, Gt(0), Le(1), About("Largest learning rate of these steps.", unset=f"{HEAL_RATE:g}")
     ] = None
-    input_scales: Annotated[
-        InputScales,
-        About("How the range of input scales is chosen: the maximum, or a search for the smallest error (delayed)."),
-    ] = "history"
     share_scales: Annotated[
         bool,
         About("Give linear layers that read the same input one weight scale; a GPU multiplies them faster (delayed)."),

@@ -48,7 +48,6 @@ from fp8serve.calibration.observe import (
     final_states,
     make_observer,
     observe,
-    search_amaxes,
     share_weight_scales,
     unreached_experts_note,
 )
@@ -159,11 +158,7 @@ def _calibrate(
         _smooth(job, job.options.smoothing, load_or_compute, ranks)
     load_observer(job.observer, load_or_compute("observed", lambda: _observe(job, ranks)))
     job.notes += unreached_experts_note(job.observer.tokens, all_experts=job.options.all_experts)
-    amaxes: Mapping[str, float] = {}
-    if job.options.input_scales == "search":
-        observed_amaxes = {name: record.amax for name, record in job.observer.records.items()}
-        amaxes = search_amaxes(job.decoder, job.linears, job.batches.calibration, observed_amaxes, job.stages)
-    job.states = final_states(job.observer, amaxes)
+    job.states = final_states(job.observer)
     if job.options.share_scales:
         share_weight_scales(job.states, input_groups(job.linears))
     if job.options.rounding == "gptq":

@@ -23,10 +23,9 @@ CONCEPTS: dict[type, str] = {
     SamplingParams: "Keyword arguments of `Engine.generate`. `POST /generate` takes them as `parameters`, the OpenAI "
     "routes in their bodies; there `max_new_tokens` is `max_tokens`, and `temperature`, `top_p`, `stop` and `logprobs` "
     "have the bounds that OpenAI documents. The form of an answer is asked for as OpenAI (`response_format`), vLLM "
-    "(`structured_outputs`, `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`), llama.cpp (`grammar`) "
-    "or text-generation-inference (`grammar`, of `/generate` alone) spell it; "
-    "`prompt_logprobs` is `decoder_input_details` on `/generate`, and `echo` with `logprobs` of `/v1/completions` "
-    "reports the same.",
+    "(`structured_outputs`, `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`) or llama.cpp "
+    "(`grammar`) spell it; `prompt_logprobs` is `decoder_input_details` on `/generate`, and `echo` with `logprobs` of "
+    "`/v1/completions` reports the same.",
     EngineOptions: "Keyword arguments of `Engine`.",
     TrainConfig: "The fields of a training job. `POST /finetune` takes those that are not the operator's, `lr` as "
     "`learning_rate`.",

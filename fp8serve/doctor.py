@@ -51,7 +51,6 @@ def examine(
         "cpu": {"name": cpu_name, "cores": os.cpu_count(), "instruction_sets": instruction_sets()},
         "gpus": gpus,
         "kernels": kernels,
-        "numerics": {op: kernel["numerics"] for op, kernel in ops.cpu_kernels().items()},
         "numerics_classes": _numerics_classes(kernels, gpus),
         "cuda_kernels": ops.backends("cuda") if torch.cuda.device_count() else {},
         "cuda_library": library,

@@ -157,7 +157,7 @@ def _describe(checkpoint: Checkpoint) -> str:
         return f"{config.architecture} with weights in high precision"
     formats = [checkpoint.weight_format(name) for name in checkpoint.quantized_linears]
     parts = [f"{formats.count(name)} {name} linear layers" for name in dict.fromkeys(formats)]
-    widened = len(checkpoint.shards.computed) if isinstance(checkpoint.shards, WidenedShards) else 0
+    widened = len(checkpoint.shards.widened) if isinstance(checkpoint.shards, WidenedShards) else 0
     parts += [f"{widened} weights that run in BF16"] if widened else [] if parts else ["0 FP8 linear layers"]
     parts += [f"{name} in {checkpoint.weight_format(name)}" for name in checkpoint.quantized_matrices]
     return f"{config.architecture} with {', '.join(parts)}, as {quantization.producer} writes them"

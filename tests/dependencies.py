@@ -12,10 +12,11 @@ A Python file depends on these files:
 * In tests: each conftest.py of its folder and of the folders above it, except tests/conftest.py, which concerns all
   tests; and every file, if it lists the root of the repository.
 
-A test that uses the command line depends on the commands that its strings name, or on all if they name none. No import
-leads to csrc/: CSRC names the tests of its folders. A change of csrc/cpu/ does not run most tests of models, servers
-and calibration, since the tests of kernels compare every operation with the reference. FEW_SOURCES names tests that run
-only for some of their dependencies. A file that nothing names, such as a page, affects no test.
+A test that uses the command line depends on the commands that its strings name, or on all if they name none. A slow
+test of tests/test_dependencies.py compares the dependencies of some commands and tests with what their processes
+import. No import leads to csrc/: CSRC names the tests of its folders. A change of csrc/cpu/ does not run most tests of
+models, servers and calibration, since the tests of kernels compare every operation with the reference. FEW_SOURCES
+names tests that run only for some of their dependencies. A file that nothing names, such as a page, affects no test.
 """
 
 import ast
@@ -132,7 +133,7 @@ class Sources:
             reached = reachable(result, self.direct)
             callers = {f for f in reached & self.texts.keys() if not f.startswith(PRODUCT) or CLI in self.direct[f]}
             texts = [text for file in callers for text in strings(self.nodes[file])]
-            words = {RENAMED_COMMANDS.get(word, word) for text in texts for word in text.split()[:2]}
+            words = {RENAMED_COMMANDS.get(word, word) for text in texts for word in command_words(text)}
             named = [file for file in self.commands if PurePosixPath(file).stem in words]
             reads_pages = any(name.startswith("docs/") for name in reached - self.texts.keys())
             result |= {f"{file}()" for file in (self.commands if reads_pages or not named else named)}
@@ -255,6 +256,14 @@ def reachable(names: Iterable[str], edges: Mapping[str, Collection[str]]) -> set
         result |= new
         waiting += new
     return result
+
+
+def command_words(text: str) -> list[str]:
+    """Returns the words of a string that may name a command: those after "fp8serve", and the first of an argument or of
+    a command line. The first word of a sentence names none."""
+    words = text.split()
+    is_argument = len(words) <= 2 or any(word.startswith("-") for word in words)
+    return re.findall(r"\bfp8serve (\w+)", text) + (words[:1] if is_argument else [])
 
 
 def strings(nodes: Collection[ast.AST]) -> Iterator[str]:

@@ -1,11 +1,28 @@
 """A test file depends on what it imports, runs and reads."""
 
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.dependencies import EVERY_FILE, FEW_SOURCES, ROOT, Sources, is_changed, reachable
+from tests.dependencies import (
+    CLI,
+    COMMANDS,
+    EVERY_FILE,
+    FEW_SOURCES,
+    FOLDERS,
+    RENAMED_COMMANDS,
+    ROOT,
+    Sources,
+    command_words,
+    is_changed,
+    reachable,
+)
+from tests.tiny import write_tiny_model
 
 FILES = {
     "fp8serve/__init__.py": '_MODULES = {"Linear": "fp8serve.layers.linear"}',
@@ -150,6 +167,77 @@ def test_races_and_kills_run_for_few_sources(test: str) -> None:
     assert test not in affected("fp8serve/fp8/ops/casts.py")
     for pattern in FEW_SOURCES[test]:
         assert any(ROOT.glob(pattern)), pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("chat", ["chat"]),
+        ("jobs list", ["jobs"]),
+        ("serve --port 0", ["serve"]),
+        ("Run it again: fp8serve calibrate MODEL", ["calibrate"]),
+        ("merge the adapter into its base", []),
+    ],
+)
+def test_a_sentence_names_no_command(text: str, words: list[str]) -> None:
+    assert command_words(text) == words
+
+
+PRINT_FILES = """
+import json, sys
+from {module} import main
+status = int(main(sys.argv[1:]))
+files = [module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
+print(json.dumps([status, files]))
+"""
+
+
+def imported_files(module: str, *args: str) -> set[str]:
+    """Calls `main` of a module in a process with these arguments, and returns the files that the process imported."""
+    code = PRINT_FILES.format(module=module)
+    process = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, check=True)
+    status, files = json.loads(process.stdout.splitlines()[-1])
+    assert status == 0, process.stdout + process.stderr
+    paths = [Path(file).relative_to(ROOT).as_posix() for file in files if Path(file).is_relative_to(ROOT)]
+    return {path for path in paths if path.startswith(tuple(f"{folder}/" for folder in FOLDERS))}
+
+
+def unexpected(files: set[str], entries: Iterable[str]) -> list[str]:
+    """Returns the files that are no dependencies of these entries."""
+    names = reachable(entries, sources().direct)
+    return sorted(file for file in files if not any(is_changed(name, [file]) for name in names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "calibrate MODEL --out OUT --samples 2 --seq-len 16",
+        "doctor MODEL",
+        "eval MODEL --recipe bf16 --samples 2 --seq-len 16",
+        "generate MODEL Hello --recipe bf16 --max-new-tokens 2",
+        "inspect MODEL",
+        "verify MODEL",
+    ],
+)
+def test_a_process_imports_only_dependencies_of_its_command(command: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    paths = {"MODEL": str(model), "OUT": str(tmp_path / "out")}
+    args = [paths.get(word, word) for word in command.split()]
+    files = imported_files("fp8serve.cli", *args)
+    assert len(files) > 30
+    assert unexpected(files, [CLI, f"{COMMANDS}{RENAMED_COMMANDS.get(args[0], args[0])}.py()"]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "test", ["tests/model/test_scales.py", "tests/train/test_checkpoint.py", "tests/server/api/test_native.py"]
+)
+def test_a_test_imports_only_its_dependencies(test: str, tmp_path: Path) -> None:
+    options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "pytest"), "-m", "not slow"]
+    files = imported_files("pytest", test, *options)
+    assert test in files
+    assert unexpected(files, [*sources().entries(test), "tests/conftest.py"]) == []
 
 
 def test_every_file_of_the_product_affects_a_test() -> None:

@@ -39,7 +39,6 @@ from fp8serve.terminal import Model as ModelArgument
 
 METHODS: dict[str, dict[str, Any]] = {
     "static": {},
-    "static-search": {"input_scales": "search"},
     "static-gptq": {"rounding": "gptq"},
     "static-heal": {"rounding": "gptq", "heal": 100},
     "static-mixed": {"rounding": "gptq", "target_kl": 0.015},

@@ -209,7 +209,7 @@ def _underflow(layers: Sequence[LayerReport]) -> Finding | None:
     return Finding(
         f"In {pluralize(len(inputs), 'input')} more than {HIGH_UNDERFLOW:.0%} of the elements underflow to zero, "
         f"because a few large values determine the scale: {names}. This matters only for layers that also add much KL "
-        "divergence; for them `--input-scales search` or `--recipe rowwise` may help."
+        "divergence; for them `--recipe rowwise` may help."
     )
 
 

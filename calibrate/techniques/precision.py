@@ -1,19 +1,17 @@
 """Selects the linears that stay in high precision.
 
-`skip` and `only` name linears by patterns. A quality target (`target_kl`, `max_ppl_increase`) is met with as few bytes
-as possible: groups of linears are sorted by the KL divergence that quantizing them adds (compare.py), divided by the
-bytes that quantizing them saves. The first groups of this order stay in high precision, and bisection with measurements
-finds how many groups are necessary. Linears that read the same input form a group. The experts of a layer form a group,
-too, because they are served as one product.
+`skip` and `only` name linears by patterns. `target_kl` is met with as few bytes as possible: groups of linears
+are sorted by the KL divergence that quantizing them adds (compare.py), divided by the bytes that quantizing them saves.
+The first groups of this order stay in high precision, and bisection with measurements finds how many groups are
+necessary. Linears that read the same input form a group. The experts of a layer form a group, too, because they are
+served as one product.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
-from fp8serve.calibration.options import CalibrationOptions
-from fp8serve.calibration.result import LinearGroup, Quality
+from fp8serve.calibration.result import LinearGroup
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
 from fp8serve.model.config.model_config import is_expert
@@ -64,27 +62,6 @@ def _group_by(linears: Iterable[str], key: Callable[[str, str], str]) -> list[Na
         parent, _, leaf = name.rpartition(".")
         groups.setdefault(key(parent, leaf), []).append(name)
     return [tuple(names) for names in groups.values()]
-
-
-@dataclass(frozen=True)
-class QualityTarget:
-    """Limits for the error of FP8 on the held-out samples; None is no limit."""
-
-    kl: float | None = None  # nats per token
-    ppl_increase: float | None = None  # percent
-
-    @classmethod
-    def of(cls, settings: CalibrationOptions) -> "QualityTarget | None":
-        """Returns the target that the options set, or None if they set none."""
-        target = cls(settings.target_kl, settings.max_ppl_increase)
-        return None if target == cls() else target
-
-    def is_met(self, quality: Quality) -> bool:
-        """Returns whether a measured quality is within the limits."""
-        if self.kl is not None and (quality.kl_divergence or 0.0) > self.kl:
-            return False
-        reference = quality.reference_perplexity or quality.perplexity
-        return self.ppl_increase is None or quality.perplexity <= reference * (1 + self.ppl_increase / 100)
 
 
 def groups_by_cost(linears: Mapping[str, Linear], kl_by_linear: Mapping[str, float]) -> list[LinearGroup]:

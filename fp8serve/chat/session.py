@@ -10,8 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from fp8serve.chat.models import ChatModel, ChatOptions, Message
-from fp8serve.client.completions import Piece
+from fp8serve.chat.models import ChatModel, ChatOptions, Message, Piece
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError, shown
 from fp8serve.terminal import printable
 
@@ -176,15 +175,11 @@ def _with_advice(problem: Fp8ServeError) -> str:
     return f"{problem} Use /reset to start a new conversation, and /save to save this one." if is_full else str(problem)
 
 
-def print_answers(model: ChatModel, options: ChatOptions, system: str, messages: list[str]) -> None:
-    """Sends the messages of one conversation in turn and prints the text of the answers."""
-    conversation = Conversation(system)
-    for message in messages:
-        texts = []
-        with closing(model.answer(conversation.messages(message), options)) as pieces:  # type: ignore[type-var]
-            for piece in pieces:
-                if piece.kind == "text":
-                    texts.append(piece.text)
-                    print(piece.text, end="", flush=True)
-        print(flush=True)
-        conversation.turns.append((message, "".join(texts)))
+def print_answer(model: ChatModel, options: ChatOptions, system: str, question: str) -> None:
+    """Prints the text of the answer to one question."""
+    messages = Conversation(system).messages(question)
+    with closing(model.answer(messages, options)) as pieces:  # type: ignore[type-var]
+        for piece in pieces:
+            if piece.kind == "text":
+                print(piece.text, end="", flush=True)
+    print(flush=True)

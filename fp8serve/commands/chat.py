@@ -1,7 +1,7 @@
 """Chat in the terminal with a local model or with a model of a server.
 
 /help lists the commands of a chat, ctrl-C stops an answer, and ctrl-D ends the chat. If standard input is not a
-terminal, its text is one question, or one question a line with --by-line, and only the answers are printed.
+terminal, its text is the question, and only the answer is printed.
 
 \b
 Examples:
@@ -45,7 +45,6 @@ def command(
     api_key_file: KeyFile = None,
     adapter: AdapterDir = None,
     system: Annotated[str, typer.Option(help="System message.")] = "",
-    by_line: Annotated[bool, typer.Option("--by-line", help="Each line of standard input is a question.")] = False,
 ) -> None:
     if (model is None) == (server is None):
         raise typer.BadParameter("give either a MODEL to load, or a --server")
@@ -54,12 +53,10 @@ def command(
     else:
         local = "adapter", *(o.name for o in shown_options(EngineOptions))
         refuse_options(context, local, "is for a local MODEL, not for --server")
-    from fp8serve.chat.session import Session, print_answers
+    from fp8serve.chat.session import Session, print_answer
 
     is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    if by_line and is_interactive:
-        raise typer.BadParameter("--by-line needs questions on standard input, which is a terminal")
-    questions = [] if is_interactive else _questions(by_line)
+    question = "" if is_interactive else _question()
     sampling = options()
     with _open_model(model, server, served, api_key_file, engine, adapter, is_interactive) as chat_model:
         if is_interactive:
@@ -68,7 +65,7 @@ def command(
 
             Session(chat_model, sampling, system).run()
         else:
-            print_answers(chat_model, sampling, system, questions)
+            print_answer(chat_model, sampling, system, question)
 
 
 @contextlib.contextmanager
@@ -92,9 +89,8 @@ def _open_model(
             yield local
 
 
-def _questions(by_line: bool) -> list[str]:
-    text = sys.stdin.buffer.read().decode(errors="replace")
-    questions = [line.strip() for line in (text.splitlines() if by_line else [text])]
-    if not any(questions):
+def _question() -> str:
+    question = sys.stdin.buffer.read().decode(errors="replace").strip()
+    if not question:
         raise RequestError("There is no question on standard input.")
-    return [question for question in questions if question]
+    return question

@@ -1,4 +1,4 @@
-"""Complete one or more prompts with a local model or with a model of a server.
+"""Complete one or more prompts with a local model.
 
 \b
 Examples:
@@ -8,7 +8,6 @@ Examples:
   fp8serve generate ./llama-fp8 --speculative-tokens 8 < article.txt
   fp8serve generate ./llama-fp8 --draft-model ./small-llama-fp8 "Once upon a time"
   echo "Once upon a time" | fp8serve generate ./llama-fp8 --recipe bf16
-  fp8serve generate --server http://127.0.0.1:8000 "Once upon a time"
 """
 
 import sys
@@ -17,56 +16,25 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8serve.commands.dataclass_options import OptionValues, shown_options, with_options
-from fp8serve.commands.server_options import (
-    AdapterDir,
-    KeyFile,
-    OtherServer,
-    Served,
-    connected,
-    options_on_command_line,
-    refuse_options,
-)
+from fp8serve.commands.dataclass_options import OptionValues, with_options
+from fp8serve.commands.server_options import AdapterDir
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
-from fp8serve.terminal import AsJson, on_device, print_json
+from fp8serve.terminal import AsJson, Model, on_device, print_json
 
 
 @with_options(max_new_tokens=64, temperature=0.0)
 def command(
-    context: typer.Context,
     sampling: OptionValues[SamplingParams],
     engine: OptionValues[EngineOptions],
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Model to load (directory or name). With --server: the first prompt."),
-    ] = None,
+    model: Model,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts.", show_default="standard input")
     ] = None,
-    server: OtherServer = None,
-    served: Served = None,
-    api_key_file: KeyFile = None,
     adapter: AdapterDir = None,
     json: AsJson = False,
 ) -> None:
-    if server is not None:
-        local = "adapter", *(o.name for o in shown_options(EngineOptions))
-        refuse_options(context, local, "is for a local MODEL, not for --server")
-        texts = ([] if model is None else [model]) + (prompts or [])
-        explicit = options_on_command_line(context, (o.name for o in shown_options(SamplingParams)))
-        values = {name: sampling.values[name] for name in {*explicit, "max_new_tokens", "temperature"}}
-        sampling()  # checks the values before a request is sent
-        texts = texts or [_from_stdin()]
-        from fp8serve.client.completions import complete
-
-        with connected(server, api_key_file) as api:
-            _print(complete(api, served, texts, values), json)
-        return
-    refuse_options(context, ("served", "api_key_file"), "is for --server")
-    if model is None:
-        raise typer.BadParameter("give a MODEL to load, or a --server")
     from fp8serve.hub import find_model, resolve_draft
 
     directory, texts = find_model(model), prompts or [_from_stdin()]
@@ -78,15 +46,13 @@ def command(
     local_engine.save_prefixes()
     if local_engine.options.drafted_tokens:
         print(_speculation_summary(local_engine.stats()), file=sys.stderr)
-    _print([_to_dict(prompt, completion) for prompt, completion in zip(texts, completions, strict=True)], json)
-
-
-def _print(completions: list[dict[str, Any]], json: bool) -> None:
+    pairs = list(zip(texts, completions, strict=True))
     if json:
-        print_json(completions)
+        fields = ("text", "token_ids", "finish_reason")
+        print_json([{"prompt": prompt} | {field: getattr(c, field) for field in fields} for prompt, c in pairs])
     else:
-        for completion in completions:
-            print(completion["prompt"] + completion["text"])
+        for prompt, completion in pairs:
+            print(prompt + completion.text)
 
 
 def _from_stdin() -> str:
@@ -103,12 +69,3 @@ def _speculation_summary(stats: Mapping[str, Any]) -> str:
         f"speculation: {accepted} of {drafted} draft tokens were accepted{share}; "
         f"{stats['generated_tokens_total']} tokens in {stats['steps_total']} steps"
     )
-
-
-def _to_dict(prompt: str, completion: Any) -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-    }

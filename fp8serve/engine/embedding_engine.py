@@ -205,7 +205,7 @@ class EncoderEngine:
             "architecture": encoder.model.config.architecture,
             "task": self.task,
             "recipe": options.recipe,
-            "fp8_layers": len(encoder.frozen),
+            "quantized_layers": len(encoder.frozen),
             "device": options.device,
             "threads": torch.get_num_threads(),
             "dtype": str(next(encoder.model.parameters()).dtype).removeprefix("torch."),

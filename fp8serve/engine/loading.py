@@ -74,7 +74,7 @@ class LoadedModel:
     bans: Bans
     plan: CachePlan
     runner: Runner
-    frozen: dict[str, FrozenLinear]  # the FP8 layers except the head, by their names in the checkpoint
+    frozen: dict[str, FrozenLinear]  # the layers in FP8 or in 4 bits except the head, by their names in the checkpoint
     graphs: GraphReport
     packer: Packer
     scale_monitor: ScaleMonitor
@@ -90,7 +90,7 @@ class LoadedModel:
             "architecture": config.architecture,
             "computed_by": "fp8serve" if config.computed_by is None else "transformers",
             "recipe": options.recipe,
-            "fp8_layers": len(self.frozen),
+            "quantized_layers": len(self.frozen),
             "input_scales": ", ".join(sorted({describe_input_scale(layer) for layer in self.frozen.values()})) or None,
             "device": options.device,
             "threads": torch.get_num_threads(),

@@ -164,9 +164,7 @@ def current_cast_op(spec: QuantSpec) -> tuple[Cast, tuple[Any, ...]]:
     return op, (DTYPES[spec.element], *arguments)
 
 
-def cast_nvfp4(
-    x: Tensor, spec: QuantSpec, columnwise: bool = False, seed: Tensor | None = None, shard_group: Any = None
-) -> Quantized:
+def cast_nvfp4(x: Tensor, spec: QuantSpec, columnwise: bool = False, seed: Tensor | None = None) -> Quantized:
     """Casts x [M, K] for contraction along K, or with `columnwise` for contraction along M.
 
     `seed`, int64 [], is that of the random numbers if the cast rounds stochastically. Without one it rounds to nearest.
@@ -174,11 +172,7 @@ def cast_nvfp4(
     if columnwise:
         x = _contiguous_transpose(_rotate(x) if spec.rotated else x)
     by_row = spec.row_scaled and not columnwise  # the columns of x have one scale, as in Transformer Engine
-    largest = None
-    if shard_group is not None and not by_row:
-        largest = arithmetic.fast_amax(x)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard_group)
-    return Quantized(*_cast_nvfp4(x, largest, by_row, spec.block[0], seed, int(columnwise)))
+    return Quantized(*_cast_nvfp4(x, None, by_row, spec.block[0], seed, int(columnwise)))
 
 
 def draw_seed() -> Tensor:
@@ -302,11 +296,11 @@ def cast_current(
     """
     if spec.is_nvfp4 and not spec.serves_both_directions:
         return Operand(
-            cast_nvfp4(x, spec, False, seed, shard_group) if rowwise else None,
-            cast_nvfp4(x, spec, True, seed, shard_group) if columnwise else None,
+            cast_nvfp4(x, spec, False, seed) if rowwise else None,
+            cast_nvfp4(x, spec, True, seed) if columnwise else None,
         )
     if spec.is_nvfp4:
-        return _with_columnwise(cast_nvfp4(x, spec, shard_group=shard_group), columnwise)
+        return _with_columnwise(cast_nvfp4(x, spec), columnwise)
     if spec.granularity == "tensor" and shard_group is not None:
         return _with_columnwise(_cast_shard(x, spec, shard_group, infinity_is_nan), columnwise)
     if spec.granularity == "tensor":

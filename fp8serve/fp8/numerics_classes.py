@@ -265,13 +265,17 @@ def same_bits(row: Row, column: str, with_subnormals: bool = True) -> list[str]:
 
 
 def describe_column(column: str, reference_ops: set[str]) -> Iterator[dict[str, object]]:
-    """Yields a description of every row on a processor. A row with an op of `reference_ops` runs on the reference."""
+    """Yields a description of every row on a processor. If only some of a row's ops are in `reference_ops`, which run
+    on the reference, there are two, which name their ops."""
     for row in ROWS:
-        actual = REFERENCE if reference_ops & set(row.ops) else column
-        yield {
-            "operation": row.operation,
-            "format": row.format,
-            "class": row.cells[actual],
-            "same_bits": same_bits(row, actual),
-            "same_bits_without_subnormals": same_bits(row, actual, with_subnormals=False),
-        }
+        for actual, is_reference in ((column, False), (REFERENCE, True)):
+            ops = [op for op in row.ops if (op in reference_ops) is is_reference]
+            if not ops:
+                continue
+            yield {
+                "operation": row.operation if len(ops) == len(row.ops) else f"{row.operation} ({', '.join(ops)})",
+                "format": row.format,
+                "class": row.cells[actual],
+                "same_bits": same_bits(row, actual),
+                "same_bits_without_subnormals": same_bits(row, actual, with_subnormals=False),
+            }

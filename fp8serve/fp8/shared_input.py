@@ -41,20 +41,14 @@ class SharedInput:
     def __call__(self, layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
         """Returns layer(x) for each layer, bit-equal to separate calls."""
         frame = current_frame()
-        runs_in_fp8 = frame is not None and frame.enabled
+        frame = frame if frame is not None and frame.enabled else None
         # The backward pass runs a checkpointed region again, outside of the context.
-        if not (runs_in_fp8 or running_regions()) or len(layers) == 1 or not are_unhooked(layers):
+        if not (frame is not None or running_regions()) or len(layers) == 1 or not are_unhooked(layers):
             return [layer(x) for layer in layers]
-        self.prepare(layers)
+        if frame is not None and (delayed := as_delayed(frame.recipe)) is not None:
+            self.share_states(layers, delayed)
         shared = SharedCast()
         return [layer.run_shared(cast_by_torch_autocast(x), shared) for layer in layers]
-
-    def prepare(self, layers: Sequence[nn.Module]) -> None:
-        """Makes the layers share a state as far as a call would, so that a compiled graph finds it shared."""
-        frame = current_frame()
-        delayed = as_delayed(frame.recipe) if frame is not None and frame.enabled else None
-        if delayed is not None and len(layers) > 1 and are_unhooked(layers):
-            self.share_states(layers, delayed)
 
     def share_states(self, linears: Sequence[Linear], delayed: DelayedScaling) -> None:
         """Makes the layers share the state of their input if their states are equal."""

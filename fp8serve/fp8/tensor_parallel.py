@@ -15,7 +15,7 @@ all-gather transfers high-precision values.
 
 All ranks use the scale of the whole tensor. Delayed scaling: the amax reduction group of the `autocast` contains all
 ranks, as the default group does. Current scaling: each cast all-reduces its amax with MAX. Row-wise and block scales
-are computed on each rank for its own shard.
+are computed on each rank for its own shard. NVFP4 is refused: it has scales for tensors, rows and blocks.
 
 These are the collectives over the tokens (the first dimension), with Megatron's names, and their gradients. FP8 data
 are sent as uint8, which every backend supports:
@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from fp8serve.errors import RecipeError
 from fp8serve.fp8.autocast import Frame
 from fp8serve.fp8.casting import Operand, Quantized
 from fp8serve.fp8.distributed import check_shared_scale
@@ -158,6 +159,8 @@ class ParallelLinear(Linear):
         return all_gather(rows, self.group).movedim(0, self.shard_dim).contiguous()
 
     def _create_call(self, frame: Frame) -> LinearCall:
+        if any(spec.is_nvfp4 for spec in frame.recipe.specs.linear.values()):
+            raise RecipeError("Tensor parallelism does not support NVFP4; use another recipe.")
         if self.sequence_parallel and has_tensor_scales(frame.recipe):
             check_shared_scale(frame.recipe, frame.group, self.group, "Sequence parallelism")
         return replace(super()._create_call(frame), shard_group=self.group)

@@ -240,7 +240,7 @@ class _Freezer:
             return self._from_scales(linear, self.source)
         if self.recipe is not None and self.source == "recipe":
             specs, stored = self.recipe.specs.linear, self.checkpoint.quantized_matrix(linear)
-            if specs["weight"].is_4bit and stored is not None and stored.specs[1].name == specs["weight"].name:
+            if specs["weight"].is_4bit and stored is not None and stored.weight_spec.name == specs["weight"].name:
                 return self._frozen(linear, replace(stored, input_spec=specs["input"].for_serving()))
             check_whole_blocks(self.recipe, self.checkpoint.shapes[f"{linear}.weight"][1], linear)
             module = self._high_precision_linear(linear)
@@ -271,7 +271,7 @@ class _Freezer:
             return None
         matrix = self.checkpoint.quantized_matrix(linear)
         spec = (as_delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
-        matrix = None if matrix is None or matrix.specs[1].is_4bit else matrix
+        matrix = None if matrix is None or matrix.weight_spec.is_4bit else matrix
         if matrix is not None and tuple(matrix.weight_scale_inv.shape) == spec.scale_shape(*matrix.weight_q.shape):
             return self._frozen(linear, replace(matrix, input_scale=input_scale, input_spec=interop.STATIC))
         weight = self.checkpoint[f"{linear}.weight"].to(self.device)
@@ -280,7 +280,7 @@ class _Freezer:
         else:
             weight_q, weight_scale_inv = ops.quantize(weight, scale=state.weight_scale(linear))
         release_pages(weight)
-        return self._frozen(linear, StoredLinear(weight_q, weight_scale_inv, input_scale, interop.STATIC))
+        return self._frozen(linear, StoredLinear(weight_q, weight_scale_inv, spec, input_scale, interop.STATIC))
 
     def _frozen(self, linear: str, matrix: StoredLinear) -> FrozenLinear:
         bias, global_scale = f"{linear}.bias", matrix.weight_global_scale

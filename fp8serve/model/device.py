@@ -139,8 +139,18 @@ class _Tensor:
     dtype: str
 
     @property
+    def owner(self) -> str:
+        """The name of the layer, or of the experts in gpt-oss' files."""
+        return self.name.rpartition(".")[0]
+
+    @property
     def elements(self) -> int:
         return math.prod(self.shape) * (8 if self.is_int4 else 2 if self.is_packed else 1)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the tensor holds elements of a weight in FP8 or in 4 bits."""
+        return self.is_packed or (self.dtype in _FP8_DTYPES and _SCALE.search(self.name) is None)
 
     @property
     def is_packed(self) -> bool:
@@ -158,17 +168,20 @@ def estimate_weight_memory(
 ) -> WeightMemory:
     """Estimates the memory of the weights under these `EngineOptions`. Raises ModelError if a file is damaged."""
     config = read_any_config(model_dir)
-    casts_linears = _casts_linears(model_dir, recipe, scales)
     tensors = list(_tensors(model_dir, config))
-    # MXFP4 weights that config.json does not name as such are dequantized to BF16
-    widens = any(tensor.is_packed for tensor in tensors) and not _serves_4_bits(model_dir)
-    widens = widens or any(tensor.is_int4 for tensor in tensors)
-    as_stored = recipe == "stored" and not casts_linears and not widens
+    serves_4_bits = _serves_4_bits(model_dir)
+    # MXFP4 weights that config.json does not name as such, and all in INT4, are dequantized to BF16
+    widened = {t.owner for t in tensors if t.is_int4 or (t.is_packed and not serves_4_bits)}
+    quantized = [t for t in tensors if t.is_quantized and t.owner not in widened]
+    owners = {t.owner for t in quantized}
+    has_quantized_linears = any(_is_linear(t, config) for t in quantized)
+    casts_linears = _casts_linears(model_dir, recipe, scales, has_quantized_linears)
     bits = _bits_of(recipe)
     served_bytes = cast_bytes = 0
     for tensor in tensors:
         if head == "fp8" and tensor.name == HEAD:  # freed after it was cast
             continue
+        as_stored = recipe == "stored" and tensor.owner in owners
         if _SCALE.search(tensor.name):
             is_byte = tensor.dtype in ("U8", "F8_E8M0", "F8_E4M3")
             served_bytes += (1 if is_byte else FP32_BYTES) * tensor.elements if as_stored else 0
@@ -177,8 +190,8 @@ def estimate_weight_memory(
             row_scales = FP32_BYTES * rows if bits == 8 else 0
             cast_bytes += int(tensor.elements * bits / 8) + row_scales
         else:
-            is_stored = as_stored and (tensor.dtype in _FP8_DTYPES or tensor.is_packed)
-            served_bytes += math.prod(tensor.shape) if is_stored else tensor.elements * BF16_BYTES
+            is_byte = as_stored and tensor.is_quantized
+            served_bytes += math.prod(tensor.shape) if is_byte else tensor.elements * BF16_BYTES
     if head == "fp8" and isinstance(config, ModelConfig):  # FP8 elements, and an FP32 scale for each row
         served_bytes += config.vocab_size * (config.hidden_size + FP32_BYTES)
     served_bytes += cast_bytes
@@ -186,13 +199,13 @@ def estimate_weight_memory(
     return WeightMemory(served_bytes, served_bytes + min(cast_bytes, RETAINED_BYTES))
 
 
-def _casts_linears(model_dir: Path, recipe: str, scales: str | None) -> bool:
+def _casts_linears(model_dir: Path, recipe: str, scales: str | None, has_quantized_linears: bool) -> bool:
     """Whether loading casts every linear layer to FP8, with current or calibrated scales."""
     if recipe.lstrip().startswith("{"):
         parsed = from_json(recipe)
         return parsed is not None and not parsed.override_linear_precision[0]
     if recipe == "stored":
-        return scales is not None or present(model_dir / SCALES)
+        return not has_quantized_linears and (scales is not None or present(model_dir / SCALES))
     return recipe != "bf16"
 
 

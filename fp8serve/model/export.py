@@ -230,7 +230,7 @@ class _Quantizer:
     def _matrix_items(self, name: str, matrix: StoredLinear) -> Iterator[_Item]:
         """Yields the elements and the scales of a matrix unchanged, under the names of this format."""
         shape = self.shapes[f"{name}.weight"]
-        yield from self._weight_items(name, matrix.specs[1], shape, lambda: matrix.quantized_weight, from_file=True)
+        yield from self._weight_items(name, matrix.weight_spec, shape, lambda: matrix.quantized_weight, from_file=True)
         if matrix.input_scale is not None:
             yield self._scale_item(f"{name}.input_scale", matrix.input_scale)
 

@@ -114,7 +114,7 @@ def infer_recipe(checkpoint: Checkpoint, linears: _Linears, format: str) -> Reci
         candidates = (_CURRENT, *candidates)
     matching = [recipe for recipe in candidates if _has_layout(linears, recipe)]
     if not matching:
-        weights = ", ".join(sorted({linear.specs[1].granularity for linear in linears.values()}))
+        weights = ", ".join(sorted({linear.weight_spec.granularity for linear in linears.values()}))
         input_text = f"inputs with a scale per {spec.granularity}" if spec.is_quantized else "unquantized inputs"
         raise ModelError(
             f"{checkpoint.path} has weights with a scale per {weights} and {input_text}, which no recipe of fp8serve "
@@ -134,7 +134,7 @@ def infer_recipe(checkpoint: Checkpoint, linears: _Linears, format: str) -> Reci
 
 def _has_layout(linears: _Linears, recipe: Recipe) -> bool:
     spec = recipe.specs.linear["weight"]
-    weights = [linear.specs[1] for linear in linears.values()]
+    weights = [linear.weight_spec for linear in linears.values()]
     if any((weight.name, weight.four_over_six) != (spec.name, spec.four_over_six) for weight in weights):
         return False
     if spec.is_4bit:

@@ -49,11 +49,11 @@ class StoredLinear:
     # dequantizing scales: FP32 [], [N, 1] or [ceil(N / 128), ceil(K / 128)], or E8M0 [N, K / 32]; of E2M1 codes E8M0 or
     # E4M3 [N, K / 16]
     weight_scale_inv: Tensor
+    weight_spec: QuantSpec  # how the weight is quantized
     input_scale: Tensor | None  # quantizing FP32 scale []; None if inputs are quantized dynamically or not at all
     input_spec: QuantSpec  # how inputs are quantized
     is_embedding: bool = False
     weight_global_scale: Tensor | None = None  # of NVFP4, dequantizing FP32 []
-    four_over_six: bool = False  # of NVFP4: whether the cast chose between two scales for every block
     pre_quant_scale: Tensor | None = None  # FP32 [K], by which inputs are multiplied and the weight was divided
 
     @property
@@ -67,13 +67,8 @@ class StoredLinear:
 
     @property
     def specs(self) -> tuple[QuantSpec | None, QuantSpec]:
-        """Returns how inputs and weight are quantized; the first is None for an embedding."""
-        shape, is_mx = tuple(self.weight_scale_inv.shape), self.weight_scale_inv.dtype is torch.float8_e8m0fnu
-        if self.weight_q.dtype is torch.uint8:
-            weight = MXFP4 if is_mx else replace(NVFP4, four_over_six=self.four_over_six)
-        else:
-            weight = next(s for s in weight_specs(is_mx) if s.scale_shape(*self.weight_q.shape) == shape)
-        return None if self.is_embedding else self.input_spec, weight
+        """How inputs and weight are quantized; the first is None for an embedding."""
+        return None if self.is_embedding else self.input_spec, self.weight_spec
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -271,37 +266,42 @@ class Checkpoint(Mapping[str, Tensor]):
         spec = UNQUANTIZED if is_embedding else self.quantization.require_scheme(linear).input_spec
         key = self._scales[ScaleKey(linear, "weight")]
         scale_inv = interop.to_weight_scale_inv(key, self.shards[key], *self.shapes[name])
-        if spec.is_mx and scale_inv.dtype is not torch.float8_e8m0fnu:
+        is_mx = scale_inv.dtype is torch.float8_e8m0fnu
+        if spec.is_mx and not is_mx:
             raise ModelError(
                 f"{self.path}: {key} is {type_name(self.shards[key].dtype)} {list(scale_inv.shape)}; config.json says "
                 "that the layer is in MXFP8, whose scales are exponents of 8 bits."
             )
-        return StoredLinear(self.shards[name], scale_inv, self._input_scale(linear, spec), spec, is_embedding)
+        shape = tuple(scale_inv.shape)
+        weight_spec = next(s for s in weight_specs(is_mx) if s.scale_shape(*self.shapes[name]) == shape)
+        input_scale = self._input_scale(linear, spec)
+        return StoredLinear(self.shards[name], scale_inv, weight_spec, input_scale, spec, is_embedding)
 
     def _4bit_matrix(self, linear: str) -> StoredLinear:
         """Returns the matrix in MXFP4 or NVFP4. Raises ModelError if its scales are missing, unusable or contradict
         config.json."""
         name, key = f"{linear}.weight", self._scales[ScaleKey(linear, "weight")]
         scale_inv = interop.to_4bit_scale_inv(key, self.shards[key], *self.shapes[name])
-        matrix = StoredLinear(self.shards[name], scale_inv, None, UNQUANTIZED, linear in self._embeddings)
+        stored = MXFP4 if scale_inv.dtype is torch.float8_e8m0fnu else NVFP4
         scheme = None if self.quantization is None else self.quantization.find_scheme(linear)
-        spec = matrix.specs[1]
-        if scheme is None or scheme.weight_4bit is None or scheme.weight_4bit.name != spec.name:
+        spec = None if scheme is None else scheme.weight_4bit
+        if scheme is None or spec is None or spec.name != stored.name:
             declared = "no group with it" if scheme is None else scheme.weight_name
             raise ModelError(
-                f"{self.path}: {name} is in {spec.name} by the type of {key}, and config.json has {declared}; correct "
-                "quantization_config, or write the model again."
+                f"{self.path}: {name} is in {stored.name} by the type of {key}, and config.json has {declared}; "
+                "correct quantization_config, or write the model again."
             )
         second = self.scale_key(linear, "global")
         if (second is None) is not spec.is_mx:
             problem = "lacks weight_global_scale" if second is None else f"has {second}, which MXFP4 does not have"
             raise ModelError(f"{self.path}: {name} is in {spec.name} and {problem}; write the model again.")
-        if not matrix.is_embedding:
-            matrix = replace(matrix, input_spec=scheme.input_spec)
+        is_embedding = linear in self._embeddings
+        matrix = StoredLinear(
+            self.shards[name], scale_inv, spec, None, UNQUANTIZED if is_embedding else scheme.input_spec, is_embedding
+        )
         if second is not None:
             scale = interop.to_global_scale(second, self.shards[second], self.shards.entries[second].note)
-            four_over_six = scheme.weight_4bit.four_over_six
-            matrix = replace(matrix, weight_global_scale=scale, four_over_six=four_over_six)
+            matrix = replace(matrix, weight_global_scale=scale)
         if (factors := self.scale_key(linear, "pre_quant")) is None:
             return matrix
         if not scheme.has_pre_quant_scales:

@@ -1,7 +1,7 @@
 """The errors of requests: their codes, statuses and response bodies.
 
 `Code` names the error, and its `kind` gives the HTTP status under `/v1` and on native routes, the OpenAI `type` and the
-text-generation-inference `error_type`. Handlers raise `Fault(Code.X, "sentence", param=...)` and never build an error
+native `error_type`. Handlers raise `Fault(Code.X, "sentence", param=...)` and never build an error
 response themselves; the request's path decides its format. Bodies are much smaller than 16 KiB and contain neither the
 request's values nor paths on the server's disk: `safe_text` shortens and cleans messages of other programs.
 """
@@ -130,7 +130,7 @@ class Fault(Exception):  # noqa: N818 - the request failed, not the program
         return self.code.kind.v1_status if is_openai(path) else self.code.kind.native_status
 
     def body(self, path: str, request_id: str) -> dict[str, Any]:
-        """Returns the error body for `path`: in the format of Anthropic or OpenAI under /v1, of TGI elsewhere."""
+        """Returns the error body for `path`: of Anthropic or OpenAI under /v1, with `error_type` elsewhere."""
         if is_anthropic(path):
             return self.anthropic(request_id)
         return self.openai() if is_openai(path) else self.native(request_id)

@@ -44,7 +44,7 @@ WARNING_INTERVAL_SECONDS = 300.0  # between two warnings that spans are lost
 CLOSE_SECONDS = 3.0  # time limit for sending the last spans
 OPERATIONS = {
     "/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/responses": "chat", "/v1/embeddings": "embeddings",
-    "/v1/completions": "text_completion", "/generate": "text_completion", "/generate_stream": "text_completion",
+    "/v1/completions": "text_completion", "/generate": "text_completion",
 }  # fmt: skip
 
 

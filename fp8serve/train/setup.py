@@ -29,7 +29,6 @@ from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import state
 from fp8serve.train.checkpoint import model_file_writer
-from fp8serve.train.compiled import CompiledLayers
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item, RowCounts, check_length, fingerprint, total_steps
 from fp8serve.train.events import OnEvent, message
@@ -52,8 +51,7 @@ class Setup:
 
     `items` are trained on, `eval_items` are the validation data. `copy_model_files` writes the base model's
     configuration and tokenizer into a directory. `high_precision_linears` are the linear layers that the base model
-    holds in high precision. If the weights are sharded over processes, `forward` belongs to `sharded`. `compiled` are
-    the compiled layers of a run with `compile`.
+    holds in high precision. If the weights are sharded over processes, `forward` belongs to `sharded`.
     """
 
     method: Method[Any]
@@ -66,7 +64,6 @@ class Setup:
     copy_model_files: Callable[[Path], None]
     high_precision_linears: tuple[str, ...] = ()
     sharded: "ShardedModel | None" = None
-    compiled: CompiledLayers | None = None
 
     @property
     def decoder(self) -> Model:
@@ -154,18 +151,12 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         parameters = adapter_parameters(decoder) if config.lora_rank else dict(decoder.named_parameters())
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales in the model", seeded=seeded))
-    elif forward.records_kv:  # in case that the checkpoint, of an older version, has no states of keys and values
-        state.seed_scaling(forward, Path(config.model))
     for reason in forward.differences():
         on_event(message("log_probs_differ", f"A server computes other log-probabilities than this run: {reason}"))
     if config.lora_rank:
         count = sum(parameter.numel() for parameter in parameters.values())
         on_event(message("adapter", f"The run trains an adapter of {count} parameters", parameters=count))
         report_rank(parameters, config.lora_rank, on_event)
-    compiled = None
-    if config.compile:
-        forward.prepare_states()
-        compiled = CompiledLayers(forward.network.decoder)
     optimizer = Optimizer(parameters, config, None if sharded is None else sharded.norm)
     return Setup(
         method=method_of(config),
@@ -178,7 +169,6 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         copy_model_files=(lambda directory: None) if config.lora_rank else model_file_writer(source),
         high_precision_linears=unquantized,
         sharded=sharded,
-        compiled=compiled,
     )
 
 
@@ -290,7 +280,7 @@ def high_precision_linears(source: Path) -> tuple[str, ...]:
     Returns () for a directory without FP8 weights: then all linear layers are trained in FP8.
     """
     if is_checkpoint(source):
-        return tuple(read_json(source / "trainer.json", JobError).get("kept", ()))
+        return tuple(read_json(source / "trainer.json", JobError)["kept"])
     return tuple(open_checkpoint(source).high_precision_linears)
 
 

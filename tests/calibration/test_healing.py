@@ -139,8 +139,7 @@ def test_a_divergence_is_an_error(model_dir: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"scales_only": True}, "leave out scales_only and input_scales"),
-        ({"input_scales": "search"}, "leave out scales_only and input_scales"),
+        ({"scales_only": True}, "leave out scales_only"),
         ({"recipe": from_name("w8a16")}, "The recipe 'w8a16' does not support training"),
         ({"heal": -1}, "heal"),
         ({"heal_rate": 0.0}, "heal_rate"),

@@ -193,7 +193,7 @@ def test_an_ordinary_model_has_no_outlier(model_dir: Path, reports: Callable[[Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"rounding": "gptq"}, {"heal": 4}, {"kv_cache": True, "gradients": True}, {"input_scales": "search"}],
+    [{"rounding": "gptq"}, {"heal": 4}, {"kv_cache": True, "gradients": True}],
     ids=str,
 )
 def test_smoothing_works_with_other_methods(

@@ -58,13 +58,6 @@ def test_a_pipe_gets_the_answer_and_nothing_else(fake: FakeServer, chat: Any) ->
     assert body == {"model": "mine", "messages": messages, "stream": True, **sampling}
 
 
-def test_each_line_is_a_question_in_one_conversation(fake: FakeServer, chat: Any) -> None:
-    fake.routes[ROUTE] = stream_answer(*CHAT)
-    assert chat(b"Hello\n\nAgain", "--server", fake.url, "--by-line") == (0, "Good day.\nGood day.\n", "")
-    contents = [message["content"] for message in fake.bodies(ROUTE)[1]["messages"]]
-    assert contents == ["Hello", "Good day.", "Again"]
-
-
 @pytest.mark.parametrize("text", [b"", b" \n\n"])
 def test_an_empty_input_is_refused(text: bytes, fake: FakeServer, chat: Any) -> None:
     status, out, err = chat(text, "--server", fake.url)

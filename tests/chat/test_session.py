@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from fp8serve.chat.models import ChatOptions
+from fp8serve.chat.models import ChatOptions, Piece
 from fp8serve.chat.session import DIM, PLAIN, Session
-from fp8serve.client.completions import Piece
 from fp8serve.errors import RequestError
 
 HELLO = [Piece("text", "Good "), Piece("text", "day.")]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from fp8serve.chat.models import Piece, chat_pieces
 from fp8serve.client.api import Api, base_url
-from fp8serve.client.completions import Piece, chat_pieces
 from fp8serve.errors import DataError, Fp8ServeError, RequestError, ServerError
 from tests.client.fake import CHAT, Answer, FakeServer, delta, json_answer, stream_answer
 

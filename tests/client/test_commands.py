@@ -1,4 +1,4 @@
-"""The commands `models`, `jobs` and `generate --server` with a fake server."""
+"""The commands `models` and `jobs` with a fake server."""
 
 import json
 import signal
@@ -268,29 +268,7 @@ def test_ctrl_c_leaves_the_job_running(fake: FakeServer) -> None:
     resume.set()
 
 
-def test_generate(fake: FakeServer, call: Any) -> None:
-    choices = [{"index": 1, "text": " two", "finish_reason": "stop"}, {"index": 0, "text": " one"}]
-    fake.routes["POST /v1/completions"] = json_answer({"choices": choices})
-    options = ["--json-schema", '{"a": 1}', "--regex", "a+", "--stop", "x", "--top-k", "3"]
-    assert call("generate", "First", "Second", "--stop", "x")[:2] == (0, "First one\nSecond two\n")
-    assert fake.bodies("POST /v1/completions")[0] == {
-        "model": "fake", "prompt": ["First", "Second"], "max_tokens": 64, "temperature": 0.0, "stop": ["x"],
-    }  # fmt: skip
-    assert call("generate", "First", *options)[0] == 1  # a schema and a regular expression exclude each other
-    status, out, _ = call("generate", "First", "--json-schema", '{"a": 1}', "--model", "mine", "--json")
-    assert (status, json.loads(out)) == (0, [{"prompt": "First", "text": " one", "finish_reason": None}])
-    body = fake.bodies("POST /v1/completions")[1]
-    assert (body["prompt"], body["model"]) == ("First", "mine")
-    assert body["response_format"]["json_schema"]["schema"] == {"a": 1}
-
-
-@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [7]}, [], {"choices": [{"index": 0}]}])
-def test_an_invalid_completion_is_refused(answer: Any, fake: FakeServer, call: Any) -> None:
-    fake.routes["POST /v1/completions"] = json_answer(answer)
-    assert "did not return one completion" in call("generate", "First")[2]
-
-
-@pytest.mark.parametrize("args", [["generate"], ["generate", "m", "--model", "x"], ["jobs", "show"], ["models", "x"]])
+@pytest.mark.parametrize("args", [["generate"], ["jobs", "show"], ["models", "x"]])
 def test_wrong_usage(args: list[str]) -> None:
     assert main(args) == 2
 

@@ -30,7 +30,7 @@ def test_calibrate_and_serve(name: str, model_of: ModelDir, calibrated: Callable
     assert relative_error(ours(out), logits_of(theirs)) < 0.5
     engine = Engine(out, max_num_seqs=2, kv_cache_dtype="fp8")
     info = engine.loaded.info()
-    assert (info["fp8_layers"], info["input_scales"]) == (len(names), "stored")
+    assert (info["quantized_layers"], info["input_scales"]) == (len(names), "stored")
     sampling: dict[str, Any] = {"logprobs": 0, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eos": True}
     done = engine.generate([IDS[:100].tolist()], max_new_tokens=8, **sampling)[0]
     assert len(done.token_ids) == 8

@@ -217,8 +217,6 @@ def test_generate_command_takes_an_adapter(tmp_path: Path, capsys: pytest.Captur
         )
     assert main([*command, "--adapter", str(tmp_path / "none"), "Once"]) == 1
     assert "adapter_config.json" in capsys.readouterr().err
-    assert main(["generate", "--server", "http://127.0.0.1:9", "--adapter", "x", "Once"]) != 0
-    assert "is for a local MODEL, not for --server" in capsys.readouterr().err
 
 
 def test_saved_prefixes_are_restored_only_for_their_adapter(tmp_path: Path) -> None:

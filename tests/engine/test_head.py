@@ -49,7 +49,7 @@ def test_packing_the_fp8_head_changes_no_token(tmp_path: Path, monkeypatch: pyte
         results.append(engine.generate(PROMPTS, temperature=0.0, max_new_tokens=8, logprobs=2))
     assert results[0] == results[1]
     assert engine.info()["head_dtype"] == "fp8"
-    assert engine.info()["fp8_layers"] == 0
+    assert engine.info()["quantized_layers"] == 0
     assert engine.scales() == []
     other = Engine(tmp_path, recipe="bf16").generate(PROMPTS, temperature=0.0, max_new_tokens=8, logprobs=2)
     assert other != results[0]

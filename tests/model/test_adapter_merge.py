@@ -102,7 +102,7 @@ def test_a_base_of_4_bits_is_cast_again_and_keeps_other_layers(
         old, new = before.quantized_matrix(name), after.quantized_matrix(name)
         assert old is not None
         assert new is not None
-        assert old.specs[1] == new.specs[1] == scaling.specs.linear["weight"]
+        assert old.weight_spec == new.weight_spec == scaling.specs.linear["weight"]
         assert torch.equal(old.weight_q, new.weight_q) is (name != NAME)
         if name == NAME:
             low_rank = read_adapter(tmp_path / "a", before.config)[NAME]

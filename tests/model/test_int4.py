@@ -24,6 +24,7 @@ from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.format_conversion import convert_format
 from fp8serve.model.verify import verify
 from tests.model.oracle import make_model
+from tests.model.test_microscaling import quantized as mx_quantized
 
 LINEAR = "model.layers.0.mlp.up_proj"
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
@@ -115,6 +116,17 @@ def test_weights_are_those_of_compressed_tensors(kind: str, tmp_path: Path, capl
     assert estimate_weight_memory(tmp_path / "m", "stored").served == pytest.approx(in_bf16, rel=0.05)
     with pytest.raises(ModelError, match="holds no quantized layers to be written as modelopt"):
         convert_format(tmp_path / "m", tmp_path / "out", "modelopt")
+
+
+def test_inspect_counts_the_widened_weights_of_all_formats(tmp_path: Path) -> None:
+    write(tmp_path / "m", "group")
+    codes, scales, _ = mx_quantized(torch.randn(256, 128), 4)
+    path, other = tmp_path / "m" / "model.safetensors", "model.layers.1.mlp.up_proj"
+    tensors = {k: v for k, v in load_file(path).items() if not k.startswith(f"{other}.")}
+    save_file(tensors | {f"{other}.weight_packed": codes, f"{other}.weight_scale": scales}, path)
+    report = inspect(tmp_path / "m")
+    assert "14 weights that run in BF16" in report["holds"]
+    assert [note.partition(",")[0] for note in report["notes"]] == ["1 weights", "13 weights"]
 
 
 def test_experts_are_read(tmp_path: Path) -> None:

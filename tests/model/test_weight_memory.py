@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fp8serve.fp8.recipe import HeadDtype, Recipe, from_name
-from fp8serve.model.checkpoint import load_any_servable, load_servable
+from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, from_name
+from fp8serve.model.checkpoint import load_any_servable, load_servable, open_checkpoint
 from fp8serve.model.device import estimate_weight_memory
+from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, fingerprint, save_scales
 from tests.compatibility.cases import NAMES, make
+from tests.model.test_int4 import configuration, quantized
 
 from . import checkpoints, encoders
 
@@ -53,6 +56,32 @@ def test_a_directory_in_fp8_is_counted_as_it_is_served(draft: Callable[[], check
     for recipe in ("stored", "bf16"):
         model = load_servable(path, "stored" if recipe == "stored" else None)
         assert estimate_weight_memory(path, recipe).served == pytest.approx(loaded_bytes(model), rel=0.1), recipe
+
+
+def test_layers_of_several_widths_are_counted_each_in_its_own(tmp_path: Path) -> None:
+    """Layers in FP8 with a file of their scales beside layers in BF16, and beside layers in INT4, which are widened."""
+    draft, plain = checkpoints.static(), checkpoints.plain()
+    for name in checkpoints.NAMES[::2]:
+        draft.tensors[f"{name}.weight"] = plain.tensors[f"{name}.weight"]
+        del draft.tensors[f"{name}.weight_scale"], draft.tensors[f"{name}.input_scale"]
+    path = draft.write(tmp_path / "mixed")
+    checkpoint = open_checkpoint(path)
+    inputs = checkpoint.read_quantized(checkpoint.quantized_linears)
+    scales = {f"{name}.input": TensorScale(cast(Tensor, matrix.input_scale)) for name, matrix in inputs.items()}
+    for with_scales in (False, True):
+        if with_scales:
+            save_scales(path / FILE_NAME, ScalingCheckpoint(DelayedScaling(), scales, fingerprint(path)))
+        model = load_servable(path)
+        assert estimate_weight_memory(path, "stored").served == pytest.approx(loaded_bytes(model), rel=0.02)
+    group = configuration(32, True)["config_groups"]["group_0"]
+    draft.config["quantization_config"]["config_groups"]["int4"] = group | {"targets": checkpoints.NAMES[::2]}
+    for name in checkpoints.NAMES[::2]:
+        weight = draft.tensors.pop(f"{name}.weight")
+        parts = quantized(weight, 32, True, torch.bfloat16)
+        draft.tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in parts.items()}
+    path = draft.write(tmp_path / "int4")
+    model = load_servable(path)
+    assert estimate_weight_memory(path, "stored").served == pytest.approx(loaded_bytes(model), rel=0.02)
 
 
 def test_scales_of_one_byte_are_counted_as_such(tmp_path: Path) -> None:

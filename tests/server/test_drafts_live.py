@@ -47,8 +47,12 @@ def answers(server: Process) -> list[Any]:
         assert answer.status_code == 200, answer.text
         results.append(answer.json()["choices"])
     streamed = server.client.post(
-        "/generate_stream",
-        json={"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 40, "seed": 3, "temperature": 1.0}},
+        "/generate",
+        json={
+            "inputs": PROMPTS[0],
+            "parameters": {"max_new_tokens": 40, "seed": 3, "temperature": 1.0},
+            "stream": True,
+        },
     )
     events = [json.loads(line[5:]) for line in streamed.text.splitlines() if line.startswith("data:")]
     return [*results, [event["token"] for event in events]]

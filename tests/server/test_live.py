@@ -121,8 +121,7 @@ def test_an_answer_matches_its_response_format(stream: bool, server: Process, cl
             [chunk.choices[0].delta.content for chunk in response] if stream else [response.choices[0].message.content]
         )
         assert json.loads("".join(part or "" for part in parts)) in ("right", {"wrong": 12})
-    grammar = {"type": "regex", "value": "[ab]{3}-[0-9]{2}"}
-    body = {"inputs": "x", "parameters": {"grammar": grammar, "max_new_tokens": 60}}
+    body = {"inputs": "x", "parameters": {"guided_regex": "[ab]{3}-[0-9]{2}", "max_new_tokens": 60}}
     result = server.client.post("/generate", json=body).json()
     assert re.fullmatch("[ab]{3}-[0-9]{2}", result["generated_text"]), result
 
@@ -179,7 +178,7 @@ def test_fine_tune_activate_and_ask_again(server: Process, client: openai.OpenAI
 
 @pytest.mark.slow
 def test_hugging_faces_client(server: Process) -> None:
-    client = InferenceClient(base_url=server.url, token="k")
+    client = InferenceClient(base_url=server.url + "/generate", token="k")
     whole = client.text_generation("Hello", max_new_tokens=10, details=True)
     assert whole.details is not None
     assert (whole.details.generated_tokens, whole.details.finish_reason) == (10, "length")
@@ -187,6 +186,7 @@ def test_hugging_faces_client(server: Process) -> None:
     assert "".join(pieces) == whole.generated_text == client.text_generation("Hello", max_new_tokens=10)
     with pytest.raises(errors.ValidationError):
         client.text_generation("Hello", max_new_tokens=1000)
+    client = InferenceClient(base_url=server.url, token="k")
     response = client.chat_completion(CHAT, max_tokens=6, temperature=0)
     assert (response.choices[0].finish_reason, response.usage.completion_tokens) == ("length", 6)
     streamed = client.chat_completion(CHAT, max_tokens=6, temperature=0, stream=True)

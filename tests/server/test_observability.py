@@ -107,11 +107,11 @@ def go_through_everything(server: Process) -> None:
 
 
 def leave_a_stream_and_ask_for_a_second(server: Process, headers: dict[str, str]) -> None:
-    long = {"inputs": "x", "parameters": {"max_new_tokens": CONTEXT - 96, "ignore_eos": True}}
-    with server.client.stream("POST", "/generate_stream", json=long, headers=headers) as first:
+    long = {"inputs": "x", "parameters": {"max_new_tokens": CONTEXT - 96, "ignore_eos": True}, "stream": True}
+    with server.client.stream("POST", "/generate", json=long, headers=headers) as first:
         pieces = first.iter_bytes()
         next(pieces)
-        assert server.client.post("/generate_stream", json=long, headers=headers).status_code == 429
+        assert server.client.post("/generate", json=long, headers=headers).status_code == 429
 
 
 def submit(server: Process, headers: dict[str, str]) -> None:

@@ -63,10 +63,17 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 @pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("how", ["close", "reset"])
-@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/completions"])
-def test_a_disconnect_ends_the_generation(gated: Process, path: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", LONG),
+        ("/generate", LONG | {"stream": True}),
+        ("/v1/completions", {"prompt": "abc", "max_tokens": 400}),
+    ],
+    ids=["/generate", "/generate stream", "/v1/completions"],
+)
+def test_a_disconnect_ends_the_generation(gated: Process, path: str, body: dict[str, Any], how: str) -> None:
     before = gated.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}')
-    body = {"prompt": "abc", "max_tokens": 400} if path.startswith("/v1") else LONG
     connection = socket.create_connection(("127.0.0.1", gated.port))
     connection.sendall(request(path, body))
     until(lambda: gated.metric("fp8serve_requests_in_flight") == 1)
@@ -191,8 +198,8 @@ def test_broken_http_is_a_4xx_and_harms_nobody(server: Process, data: bytes) -> 
 def test_a_silent_stream_gets_keep_alive_comments(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with serving(tmp_path / "log", **options(tmp_path, gate=str(gate), limits={"keep_alive_seconds": 0.2})) as process:
-        body, text = {"inputs": "a", "parameters": {"max_new_tokens": 1}}, ""
-        with process.client.stream("POST", "/generate_stream", json=body) as answer:
+        body, text = {"inputs": "a", "parameters": {"max_new_tokens": 1}, "stream": True}, ""
+        with process.client.stream("POST", "/generate", json=body) as answer:
             for part in answer.iter_text():
                 text += part
                 if text.count(": keep-alive\n\n") >= 2:

@@ -118,15 +118,15 @@ async def test_each_sequence_has_its_phases(start: Start, memory: list[Tracing])
 async def test_failures_and_odd_paths(start: Start, memory: list[Tracing]) -> None:
     async with start(Launcher(lambda: FakeEngine(fail="It broke."))) as server:
         await server.client.post("/generate", json={"inputs": "abc"})
-        await server.client.post("/generate_stream", json={"inputs": "abc"})
+        await server.client.post("/generate", json={"inputs": "abc", "stream": True})
         await server.client.post("/generate", json={"inputs": 1})
         await server.client.get("/a/secret/path?secret=1")
         for quiet in ("/health", "/health/live", "/health/ready", "/ping", "/metrics"):
             await server.client.get(quiet)
         finished = spans(memory)
-    assert set(finished) == {"POST /generate", "POST /generate_stream", "GET unmatched"}
-    failed, invalid = finished["POST /generate"]
-    (stream,), (nowhere,) = finished["POST /generate_stream"], finished["GET unmatched"]
+    assert set(finished) == {"POST /generate", "GET unmatched"}
+    failed, stream, invalid = finished["POST /generate"]
+    (nowhere,) = finished["GET unmatched"]
     kinds = [dict(span.attributes or {}).get("error.type") for span in (failed, stream, invalid, nowhere)]
     assert kinds == ["generation_failed", "generation_failed", "invalid_parameter", "route_not_found"]
     assert [span.status.is_ok for span in (failed, stream, invalid, nowhere)] == [False, False, True, True]
@@ -135,7 +135,7 @@ async def test_failures_and_odd_paths(start: Start, memory: list[Tracing]) -> No
 
 async def test_a_client_that_leaves_has_the_phases_that_ended(start: Start, memory: list[Tracing]) -> None:
     async with start(Launcher(lambda: TimedEngine(delay=0.01))) as server:
-        body = {"inputs": "abc", "parameters": {"max_new_tokens": 400}}
+        body = {"inputs": "abc", "parameters": {"max_new_tokens": 400}, "stream": True}
         events: list[Any] = []
         disconnected = asyncio.Event()
 
@@ -154,14 +154,14 @@ async def test_a_client_that_leaves_has_the_phases_that_ended(start: Start, memo
 
         headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
         scope = {
-            "type": "http", "method": "POST", "path": "/generate_stream", "raw_path": b"/generate_stream",
+            "type": "http", "method": "POST", "path": "/generate", "raw_path": b"/generate",
             "headers": headers, "query_string": b"", "http_version": "1.1", "scheme": "http",
             "client": ("127.0.0.1", 1), "server": ("localhost", 80), "root_path": "",
         }  # fmt: skip
         await server.app(scope, receive, send)
         finished = spans(memory)
-    assert set(finished) == {"POST /generate_stream", "queue", "prefill"}
-    span_attributes = dict(finished["POST /generate_stream"][0].attributes or {})
+    assert set(finished) == {"POST /generate", "queue", "prefill"}
+    span_attributes = dict(finished["POST /generate"][0].attributes or {})
     assert span_attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
 
 

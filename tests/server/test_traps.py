@@ -56,7 +56,7 @@ BODIES: list[bytes] = [
     json.dumps({"data": [{"text": "x"}], "suffix": "../" + CANARY}).encode(),
 ]
 ROUTES = """
-/ /generate /generate_stream /tokenize /detokenize /v1/completions /v1/chat/completions /finetune /finetune/validate
+/generate /tokenize /detokenize /v1/completions /v1/chat/completions /finetune /finetune/validate
 /v1/fine_tuning/jobs /v1/files /models/tiny/activate /finetune/nope/cancel /finetune/nope/activate
 """
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -124,8 +124,6 @@ async def test_no_number_makes_a_server_error(start: Start, route: str) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [
-        ("/generate", {"inputs": "x", "parameters": {"best_of": 2}}, "parameters.best_of"),
-        ("/generate", {"inputs": "x", "parameters": {"watermark": True}}, "parameters.watermark"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
         (
             "/v1/chat/completions",
@@ -204,7 +202,7 @@ async def test_odd_paths_are_plain_404s(start: Start, path: str) -> None:
         ("/finetune/some-job", "DELETE, GET"),
         ("/v1/files", "GET, POST"),
         ("/v1/files/some-file", "DELETE, GET"),
-        ("/", "GET, HEAD, POST"),
+        ("/", "GET, HEAD"),
         ("/openapi.json", "GET, HEAD"),
     ],
 )

@@ -52,17 +52,9 @@ def reference_loss(logits: Tensor, pairs: Sequence[Pair], config: TrainConfig) -
             targets = torch.tensor([int(t) for t, has_loss in zip(row.ids[1:], row.loss[1:], strict=True) if has_loss])
             log_probs = logits[start : start + len(targets)].double().log_softmax(-1)[range(len(targets)), targets]
             start += len(targets)
-            if config.ld_alpha is not None:
-                other = pair.rows[1 - i].trainable_tokens
-                weights = [1.0 if k < other else config.ld_alpha for k in range(len(targets))]
-                log_probs = log_probs * torch.tensor(weights)
-            score = log_probs.mean() if config.loss_type in ("sigmoid_norm", "ipo", "simpo") else log_probs.sum()
-            free = config.reference_free or config.loss_type == "simpo"
-            scores.append(score - (0.0 if free else (pair.reference or (0.0, 0.0))[i]))
+            is_simpo = config.loss_type == "simpo"
+            scores.append(log_probs.mean() if is_simpo else log_probs.sum() - (pair.reference or (0.0, 0.0))[i])
         margin = scores[0] - scores[1]
-        if config.loss_type == "ipo":
-            total = total + (margin - 1 / (2 * beta)) ** 2
-            continue
         gamma = (1.0 if config.simpo_gamma is None else config.simpo_gamma) if config.loss_type == "simpo" else 0.0
         p_chosen, p_rejected = torch.sigmoid(beta * margin - gamma), torch.sigmoid(gamma - beta * margin)
         total = total - (1 - config.label_smoothing) * p_chosen.log() - config.label_smoothing * p_rejected.log()
@@ -74,12 +66,8 @@ def reference_loss(logits: Tensor, pairs: Sequence[Pair], config: TrainConfig) -
     [
         {},
         {"beta": 0.5, "label_smoothing": 0.1},
-        {"loss_type": "sigmoid_norm", "beta": 5.0},
-        {"loss_type": "ipo"},
         {"loss_type": "simpo"},
         {"loss_type": "simpo", "simpo_gamma": 0.25, "label_smoothing": 0.2},
-        {"reference_free": True},
-        {"ld_alpha": 0.3},
     ],
     ids=str,
 )
@@ -282,11 +270,10 @@ def test_a_dry_run_lists_bad_rows_and_counts_dropped_ones(dpo: Configure, tmp_pa
     ("values", "message"),
     [
         ({"method": "sft", "beta": 0.1}, "beta is an option of the method dpo or grpo; give method dpo or grpo, too"),
-        ({"method": "sft", "reference_free": True}, "reference_free is an option of the method dpo"),
+        ({"method": "sft", "simpo_gamma": 0.5}, "simpo_gamma is an option of the method dpo"),
         ({"method": "ppo"}, "method must be 'sft', 'dpo' or 'grpo'"),
         ({"simpo_gamma": 0.5}, "simpo_gamma belongs to the loss simpo, not to sigmoid"),
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, "The loss ipo takes no label_smoothing"),
-        ({"loss_type": "simpo", "ld_alpha": 0.5}, "ld_alpha needs the loss sigmoid: simpo compares means of tokens"),
+        ({"loss_type": "dapo"}, "loss_type dapo is no loss of the method dpo; give sigmoid, simpo"),
         ({"beta": 0.0}, "beta must be greater than 0"),
     ],
 )

@@ -455,7 +455,7 @@ def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure
         ({"reward": None}, "needs one source of rewards: give either reward"),
         ({"grader_url": "http://x/y", "reward": "x.py"}, "needs one source of rewards"),
         ({"grader_url": "file:///etc/passwd"}, "grader_url must be an address such as"),
-        ({"loss_type": "ipo"}, "loss_type ipo is no loss of the method grpo; give dapo, grpo, dr_grpo"),
+        ({"loss_type": "simpo"}, "loss_type simpo is no loss of the method grpo; give dapo, grpo, dr_grpo"),
         ({"label_smoothing": 0.1}, "label_smoothing is an option of the method dpo"),
         ({"max_completion_length": 32}, "leaves no token of seq_len (32) for the prompt"),
         ({"eval_data": ["x.jsonl"]}, "eval_data is evaluated by the loss"),

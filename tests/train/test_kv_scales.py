@@ -197,20 +197,6 @@ def test_a_resumed_run_has_the_scales_of_one_run(with_kv: Configure, kv_dir: Pat
     assert same_scales(Path(str(resumed.model)), Path(str(through.model)))
 
 
-def test_a_checkpoint_of_an_older_version_starts_from_the_base(
-    with_kv: Configure, kv_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    through, _ = train(with_kv(out=str(tmp_path / "through")))
-    config = with_kv(out=str(tmp_path / "resumed"))
-    with monkeypatch.context() as older:
-        older.setattr(state, "records_kv", lambda config, source: False)
-        Trainer(config).run(stop=after(3))
-    resumed, _ = train(config)
-    in_one_run = histories(through.model)
-    for name, amax_history in histories(resumed.model).items():
-        assert torch.equal(amax_history, torch.cat([initial_history(kv_dir, name, 3), in_one_run[name][-3:]]))
-
-
 def test_a_result_can_be_trained_further(with_kv: Configure, tmp_path: Path) -> None:
     first, _ = train(with_kv(max_steps=2, out=str(tmp_path / "first")))
     second, _ = train(with_kv(model=str(first.model), max_steps=2, out=str(tmp_path / "second")))

@@ -35,6 +35,7 @@ class WidenedShards(ComputedShards):
     """Shards whose quantized weights become high precision when they are read.
 
     `note` is a sentence about them for the user, and `check` raises ModelError if a scale of theirs cannot be used.
+    `notes` and `widened`, the names of the weights, include those of `stored`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class WidenedShards(ComputedShards):
     ) -> None:
         super().__init__(stored, entries, computed)
         before = stored if isinstance(stored, WidenedShards) else None
+        self.widened: tuple[str, ...] = (*(before.widened if before else ()), *computed)
         self.notes: tuple[str, ...] = (*(before.notes if before else ()), note)
         self._checks: tuple[Callable[[], None], ...] = (*(before._checks if before else ()), check)
 

@@ -9,7 +9,6 @@ all of them.
 
 import math
 from collections.abc import Iterator
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from fp8serve.fp8.spec import MXFP4, NVFP4
 from fp8serve.model.formats.int4 import PACKED, read_packed, require_int4
 from fp8serve.model.formats.interop import ENCODING_GLOBAL, MODELOPT_AWQ, is_extreme
 from fp8serve.model.verify.raw_checkpoint import WRITE_AGAIN, Finding, PackedWeight, RawCheckpoint, error
-from fp8serve.model.verify.values import MAX_RMS_RATIO, WEIGHT_RMS_RANGE
+from fp8serve.model.verify.values import check_sizes
 
 SMALLEST_TOP_CODE = {NVFP4: 6, MXFP4: 5}  # of the largest element of a block: the codes of 4 and 3
 MAX_MISORDERED = 0.01  # of the blocks; small blocks of NVFP4 have a scale that is subnormal, and smaller codes
@@ -98,21 +97,12 @@ def check_pre_quant_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 def check_sizes_of_4bit_weights(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds weights whose root mean square is outside the range of known models or far from that of the others, for
     example because a file has the second scale of NVFP4 that another project stores, which is its reciprocal."""
-    sizes = {owner: _root_mean_square(checkpoint, owner, packed) for owner, packed in checkpoint.packed.items()}
-    sizes = {owner: size for owner, size in sizes.items() if 0 < size < math.inf}
-    median_size = median(sizes.values()) if len(sizes) > 2 else None
-    smallest, largest = WEIGHT_RMS_RANGE
-    for owner, size in sizes.items():
-        second = checkpoint.scale_of(owner, "global")
-        key, factor = second or checkpoint.packed[owner].key, _global_scale(checkpoint, owner)
-        is_outlier = median_size is not None and not median_size / MAX_RMS_RATIO <= size <= median_size * MAX_RMS_RATIO
-        if size > largest and smallest <= size / factor / factor <= largest:
-            what = f"looks like the reciprocal of a scale: the weight's mean size would be {size:.3g}"
-            yield error("reciprocal", key, what, _INVERT)
-        elif is_outlier or not smallest <= size <= largest:
-            others = f", that of the others {median_size:.3g}" if is_outlier else ""
-            what = f"makes the weight's mean size {size:.3g}{others}"
-            yield error("implausible", key, what, "quantize the model again")
+    weights = []
+    for owner, packed in checkpoint.packed.items():
+        size, factor = _root_mean_square(checkpoint, owner, packed), _global_scale(checkpoint, owner)
+        if 0 < size < math.inf:
+            weights.append((checkpoint.scale_of(owner, "global") or packed.key, size, size / factor / factor))
+    yield from check_sizes(weights, _INVERT, "quantize the model again")
 
 
 def _root_mean_square(checkpoint: RawCheckpoint, owner: str, packed: PackedWeight) -> float:

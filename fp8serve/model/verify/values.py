@@ -6,7 +6,7 @@ reciprocals, outliers, and scales that do not fit the codes.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import torch
@@ -136,21 +136,30 @@ def check_weight_scale_shapes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 def check_implausible_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds reciprocals of scales, and weights whose root mean square is outside the range of known models or far from
     that of the other weights."""
-    # approximate root mean squares: those of the codes times the median scale
-    scales = {owner: _weight_scale(checkpoint, owner) for owner in checkpoint.weights}
-    sizes = {o: checkpoint.codes(o).rms * float(s.median()) for o, s in scales.items() if s is not None}
-    sizes = {owner: size for owner, size in sizes.items() if size > 0}
-    median_size = median(sizes.values()) if len(sizes) > 2 else None
+    weights = []
+    for owner in checkpoint.weights:
+        if (scale := _weight_scale(checkpoint, owner)) is None:
+            continue
+        rms = checkpoint.codes(owner).rms
+        size = rms * float(scale.median())  # approximately
+        if size > 0:
+            weights.append((str(checkpoint.scale_of(owner, "weight")), size, rms * rms / size))
+    yield from check_sizes(weights, _INVERT, _QUANTIZE_AGAIN)
+
+
+def check_sizes(weights: Sequence[tuple[str, float, float]], invert: str, remedy: str) -> Iterator[Finding]:
+    """Finds implausible root mean squares. `weights` are (key of the scale, root mean square of the weight, the same
+    with the scale's reciprocal); `invert` and `remedy` say what to do."""
+    median_size = median(size for _, size, _ in weights) if len(weights) > 2 else None
     smallest, largest = WEIGHT_RMS_RANGE
-    for owner, size in sizes.items():
-        key, rms = str(checkpoint.scale_of(owner, "weight")), checkpoint.codes(owner).rms
+    for key, size, inverted_size in weights:
         is_outlier = median_size is not None and not median_size / MAX_RMS_RATIO <= size <= median_size * MAX_RMS_RATIO
-        if size > largest and smallest <= rms * rms / size <= largest:
+        if size > largest and smallest <= inverted_size <= largest:
             what = f"looks like the reciprocal of a scale: the weight's mean size would be {size:.3g}"
-            yield error("reciprocal", key, what, _INVERT)
+            yield error("reciprocal", key, what, invert)
         elif is_outlier or not smallest <= size <= largest:
             others = f", that of the others {median_size:.3g}" if is_outlier else ""
-            yield error("implausible", key, f"makes the weight's mean size {size:.3g}{others}", _QUANTIZE_AGAIN)
+            yield error("implausible", key, f"makes the weight's mean size {size:.3g}{others}", remedy)
 
 
 def check_uneven_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:

@@ -25,10 +25,9 @@ OPENED_BY: dict[Scope, tuple[str, ...]] = {
         "GET /info", "GET /scales", "GET /scales/history", "GET /metrics", "GET /models", "GET /requests",
     ),
     "generate": (
-        "POST /", "POST /generate", "POST /generate_stream", "POST /generate/stream", "POST /tokenize",
-        "POST /detokenize", "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/embeddings",
-        "POST /v1/rerank", "POST /v1/score", "POST /classify", "POST /v1/messages", "POST /v1/messages/count_tokens",
-        "POST /v1/responses",
+        "POST /generate", "POST /tokenize", "POST /detokenize", "POST /v1/completions", "POST /v1/chat/completions",
+        "POST /v1/embeddings", "POST /v1/rerank", "POST /v1/score", "POST /classify", "POST /v1/messages",
+        "POST /v1/messages/count_tokens", "POST /v1/responses",
     ),
     "finetune": (
         "GET /finetune", "POST /finetune", "POST /finetune/validate", "GET /finetune/{job_id}",

@@ -87,8 +87,6 @@ ERROR_CODES: dict[tuple[str, str], tuple[Code, ...]] = {
     ("post", "/requests/{request_id}/cancel"): (Code.REQUEST_NOT_FOUND,),
     ("get", "/metrics"): (),
     ("post", "/generate"): GENERATION,
-    ("post", "/generate_stream"): GENERATION,
-    ("post", "/"): GENERATION,
     ("post", "/tokenize"): (*TOKENIZATION, Code.RATE_LIMITED, Code.TEMPLATE_ERROR),
     ("post", "/detokenize"): (*TOKENIZATION, Code.RATE_LIMITED),
     ("post", "/v1/completions"): GENERATION,
@@ -141,9 +139,7 @@ ERROR_CODES: dict[tuple[str, str], tuple[Code, ...]] = {
 ROWS = [{"prompt": "The capital of France is", "completion": " Paris."}]
 MESSAGES = [{"role": "user", "content": "Name a colour."}]
 EXAMPLES: dict[str, JsonObject] = {
-    "/": {"inputs": "Once upon a time"},
     "/generate": {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 16}},
-    "/generate_stream": {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 16}},
     "/tokenize": {"prompt": "Once upon a time"},
     "/detokenize": {"tokens": [1, 2, 3]},
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16},
@@ -190,7 +186,7 @@ def _complete(document: JsonObject) -> JsonObject:
     schemas |= models_json_schema(errors, ref_template=REFERENCE)[1]["$defs"]  # type: ignore[arg-type]
     page = {"200": {"description": "Success", "content": {"text/html": {"schema": {"type": "string"}}}}}
     console = {"tags": ["server"], "summary": "The console", "operationId": "console", "responses": page}
-    document["paths"]["/"]["get"] = console
+    document["paths"]["/"] = {"get": console}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]

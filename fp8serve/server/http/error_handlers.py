@@ -179,7 +179,7 @@ def _field_path(location: Sequence[Any]) -> str:
 
 
 _TYPE_BRANCHES = frozenset({"str", "int", "float", "bool"})
-_TAGGED_FIELDS = frozenset({"response_format", "grammar", "tool_choice"})
+_TAGGED_FIELDS = frozenset({"response_format", "tool_choice"})
 """Fields whose `type` chooses a branch of a union. pydantic adds the branch's name after the field's name."""
 _ITEM_TAGS = {
     "messages": frozenset({"user", "assistant", "system"}),

@@ -164,22 +164,23 @@ async def _until_disconnect(scope: Scope, receive: Receive) -> AsyncGenerator[as
         expire()
 
     on_disconnect: OnDisconnect | None = scope.get("extensions", {}).get(ON_DISCONNECT)
+    failure: Exception | None = None
     try:
         async with asyncio.timeout(None) as limit:
-            if on_disconnect is not None:
-                revoke = on_disconnect(expire)
-                try:
-                    yield limit
-                finally:
-                    revoke()
-                return
-            watcher = asyncio.create_task(watch())
+            revoke = None if on_disconnect is None else on_disconnect(expire)
+            watcher = asyncio.create_task(watch()) if on_disconnect is None else None
             try:
                 yield limit
+            except Exception as error:  # a TimeoutError of the block itself is not that of the disconnect
+                failure = error
+                raise
             finally:
-                await cancel(watcher)
-    except TimeoutError:
-        if not limit.expired():
+                if revoke is not None:
+                    revoke()
+                if watcher is not None:
+                    await cancel(watcher)
+    except TimeoutError as error:
+        if error is failure:
             raise
 
 

@@ -143,8 +143,7 @@ CHAT = (
     refused("vLLM", "mm_processor_kwargs", "Input is text.", {}),
     refused("vLLM", "include_reasoning", "Reasoning is always returned in reasoning_content.", True),
     refused("vLLM", "return_prompt_text", "POST /tokenize with return_token_strs returns the prompt.", False),
-    refused("text-generation-inference", "tool_prompt", "Send a system message."),
-    refused("text-generation-inference", "guideline", "Send a system message."),
+    refused("huggingface_hub", "tool_prompt", "Send a system message."),
     refused("llama.cpp", "reasoning_format", "Start the server with --reasoning-parser.", "auto", "deepseek"),
     refused("llama.cpp", "parse_tool_calls", "Start the server with --tool-parser.", True),
     refused("Ollama", "think", REASONING_EFFORT),
@@ -193,11 +192,4 @@ MESSAGES = (
     refused("Anthropic", "speed", "There is one service tier.", "standard"),
     refused("Anthropic", "thread", "Nothing is stored: send the whole conversation."),
     refused("Anthropic", "output_format", "Send output_config.format."),
-)
-
-GENERATE = (
-    refused("text-generation-inference", "adapter_id", "Name the adapter in model."),
-    refused("text-generation-inference", "best_of", "Send n to /v1/completions.", 1),
-    refused("text-generation-inference", "typical_p", "Send top_p or min_p.", 1.0),
-    refused("text-generation-inference", "watermark", "", False),
 )

@@ -1,7 +1,7 @@
 """The bodies of the native generation and tokenizer routes.
 
-The body of `/generate` is text-generation-inference's with the additional fields `input_ids` and `model` and additional
-sampling parameters.
+The body of `/generate` is what Hugging Face's InferenceClient sends, with the additional fields `input_ids` and `model`
+and additional sampling parameters.
 """
 
 from typing import Annotated, Self
@@ -11,27 +11,24 @@ from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import SamplingParams, TokenId, Tokens
 from fp8serve.server.schemas.bodies import Body, LogitBias, TemplateVariables, fields_of
-from fp8serve.server.schemas.compatibility_fields import GENERATE, with_compatibility_fields
 from fp8serve.server.schemas.messages import Message, Tools, prompt_ending
-from fp8serve.server.schemas.response_format import Grammar, StructuredOutputFields, Text
+from fp8serve.server.schemas.response_format import StructuredOutputFields
 
 RENAMED_FIELDS = ("logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
 """Fields of SamplingParams that clients set by other names: `top_n_tokens`, `details` and `StructuredOutputFields`."""
 
 
-@with_compatibility_fields(GENERATE)
 @fields_of(SamplingParams, exclude=RENAMED_FIELDS, optional=True)
 class GenerateParameters(StructuredOutputFields):
-    """text-generation-inference's parameters. Decoding is greedy unless `do_sample` or a parameter that only affects
-    sampling is set."""
+    """The parameters of `/generate`. Decoding is greedy unless `do_sample` or a parameter that only affects sampling is
+    set."""
 
     do_sample: bool = False
     truncate: Tokens | None = None
     return_full_text: bool | None = None
     details: bool = False
-    top_n_tokens: Annotated[int, Field(ge=0, le=5)] | None = None  # text-generation-inference's limit
+    top_n_tokens: Annotated[int, Field(ge=0, le=5)] | None = None
     decoder_input_details: bool | None = None
-    grammar: Grammar | Text | None = None
     logit_bias: LogitBias | None = None
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ from fp8serve.server.schemas.messages import (
     prompt_ending,
     requires_call,
 )
-from fp8serve.server.schemas.response_format import StructuredOutputFields, Text
+from fp8serve.server.schemas.response_format import StructuredOutputFields
 
 OPENAI_MAX_STOP_STRINGS = 4  # OpenAI's limit; /generate has the engine's limit
 Stop = StopString | Annotated[list[StopString], Field(max_length=OPENAI_MAX_STOP_STRINGS)]
@@ -57,7 +57,6 @@ class SamplingBody(Body, StructuredOutputFields):
     top_k: Annotated[int, Ge(-1), Le(INT32)] | None = None  # -1 means all tokens, as in vLLM
     logit_bias: LogitBias | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's
-    grammar: Text | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:

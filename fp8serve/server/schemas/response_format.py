@@ -1,9 +1,9 @@
 """The request fields for structured outputs, of all supported APIs.
 
-    response_format                                  OpenAI; also text-generation-inference and llama.cpp
+    response_format                                  OpenAI; also llama.cpp
     structured_outputs, guided_json, guided_regex,   vLLM, newer and older versions
     guided_choice, guided_grammar
-    grammar                                          llama.cpp: a string; text-generation-inference: an object
+    grammar                                          llama.cpp
 
 Each field becomes `json_schema`, `regex` or `grammar` of SamplingParams, which the engine enforces for every token
 (engine/grammar.py). `Constraint` is this keyword argument, or empty for free text.
@@ -42,71 +42,24 @@ class TextFormat(Strict):
 
 
 class JsonObjectFormat(Strict):
-    """JSON mode. llama.cpp adds a JSON schema as `schema`, text-generation-inference as `value`."""
+    """JSON mode. llama.cpp adds a JSON schema."""
 
     type: Literal["json_object"]
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    value: dict[str, Any] | None = None
 
     def params(self) -> Constraint:
-        schema = self.schema_ or self.value
-        return {"json_schema": json.dumps(schema) if schema else JSON_OBJECT}
-
-    @model_validator(mode="after")
-    def _one_schema(self) -> Self:
-        if self.schema_ is not None and self.value is not None:
-            raise PydanticCustomError("one_form", "give either schema or value, not both")
-        return self
+        return {"json_schema": json.dumps(self.schema_) if self.schema_ else JSON_OBJECT}
 
 
 class JsonSchemaFormat(Strict):
-    """A JSON schema in OpenAI's field `json_schema`, or in text-generation-inference's field `value`."""
-
     type: Literal["json_schema"]
-    json_schema: JsonSchema | None = None
-    value: JsonSchema | None = None
+    json_schema: JsonSchema
 
     def params(self) -> Constraint:
-        schema = self.json_schema or self.value
-        return {} if schema is None else {"json_schema": json.dumps(schema.schema_)}
-
-    @model_validator(mode="after")
-    def _one_schema(self) -> Self:
-        if (self.json_schema is None) == (self.value is None):
-            raise PydanticCustomError("json_schema", "give the schema in json_schema")
-        return self
+        return {"json_schema": json.dumps(self.json_schema.schema_)}
 
 
-class JsonGrammar(Strict):
-    type: Literal["json"]
-    value: dict[str, Any]
-
-    def params(self) -> Constraint:
-        return {"json_schema": json.dumps(self.value)}
-
-
-class NamedJsonGrammar(Strict):
-    type: Literal["json_schema"]
-    value: JsonSchema
-
-    def params(self) -> Constraint:
-        return {"json_schema": json.dumps(self.value.schema_)}
-
-
-class RegexGrammar(Strict):
-    type: Literal["regex"]
-    value: str
-
-    def params(self) -> Constraint:
-        return {"regex": self.value}
-
-
-ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat | JsonGrammar | RegexGrammar, Field(discriminator="type")
-]
-"""OpenAI's `response_format`, with text-generation-inference's additions."""
-Grammar = Annotated[JsonGrammar | NamedJsonGrammar | RegexGrammar, Field(discriminator="type")]
-"""text-generation-inference's `grammar`."""
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class StructuredOutputs(Strict):
@@ -145,7 +98,7 @@ class StructuredOutputFields(Strict):
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
-    grammar: Any = None  # subclasses declare the type of their API
+    grammar: Text | None = None
 
     def constraint(self) -> Constraint:
         """Returns the constraint as a keyword argument of SamplingParams."""
@@ -154,15 +107,12 @@ class StructuredOutputFields(Strict):
     def _constraints(self) -> dict[str, Constraint | None]:
         names = ("response_format", "structured_outputs")
         constraints = {name: value.params() for name in names if (value := getattr(self, name)) is not None}
-        grammar = (
-            _constraint("grammar", self.grammar) if isinstance(self.grammar, str | None) else self.grammar.params()
-        )
         return constraints | {
             "guided_json": _json_constraint(self.guided_json),
             "guided_regex": _constraint("regex", self.guided_regex),
             "guided_choice": _choice_constraint(self.guided_choice),
             "guided_grammar": _constraint("grammar", self.guided_grammar),
-            "grammar": grammar,
+            "grammar": _constraint("grammar", self.grammar),
         }
 
     @model_validator(mode="after")

@@ -13,9 +13,8 @@ from fp8serve.server.serving.served_model import ServedModel
 from fp8serve.server.serving.served_weights import ServedAdapter, ServedWeights
 
 SEQUENCE_COUNTS = ("running", "waiting")
-PLACEHOLDERS = frozenset({"dummy", "tgi"})
-"""Model names that stand for the default model. huggingface_hub's InferenceClient sends "dummy" if it has only an
-address. text-generation-inference tells users of OpenAI's client to send "tgi"."""
+PLACEHOLDER = "dummy"
+"""Stands for the default model: huggingface_hub's InferenceClient sends this name if it has only an address."""
 
 
 class Registry:
@@ -96,7 +95,7 @@ class Registry:
 
     def _choose(self, model: str | None, tasks: Sequence[Task]) -> ServedModel | None:
         chosen = self._first_with_task(tasks) if model is None else self.get(model)
-        if chosen is None and (model in PLACEHOLDERS or self.default.state == "loading"):
+        if chosen is None and (model == PLACEHOLDER or self.default.state == "loading"):
             chosen = self._first_with_task(tasks)  # the name may be that of weights that are still loading
         return chosen
 

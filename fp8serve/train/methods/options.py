@@ -69,7 +69,6 @@ class RunOptions:
         bool,
         About("On a GPU, sum in the order of a server with --invariant, for equal log-probabilities; slower."),
     ] = False
-    compile: Annotated[bool, About("Compile the layers with torch.compile.")] = False
     fsdp: Annotated[bool, About("Shard weights, gradients and moments over the processes (FSDP2).")] = False
     seed: Annotated[int, Ge(0), Le(2**31 - 1), About("Seed of the data order.")] = 0
     save_every: Annotated[
@@ -99,13 +98,13 @@ class RunOptions:
 
 
 MethodName = Literal["sft", "dpo", "grpo"]
-DpoLoss = Literal["sigmoid", "sigmoid_norm", "ipo", "simpo"]
+DpoLoss = Literal["sigmoid", "simpo"]
 GrpoLoss = Literal["dapo", "grpo", "dr_grpo"]
 LossType = Literal[DpoLoss, GrpoLoss]
 ScaleRewards = Literal["group", "batch", "none"]
 _SHARED_OPTIONS = ("beta", "loss_type")
 METHOD_OPTIONS = {
-    "dpo": (*_SHARED_OPTIONS, "label_smoothing", "reference_free", "ld_alpha", "simpo_gamma"),
+    "dpo": (*_SHARED_OPTIONS, "label_smoothing", "simpo_gamma"),
     "grpo": (
         *_SHARED_OPTIONS, "num_generations", "num_iterations", "max_completion_length", "temperature", "epsilon",
         "epsilon_high", "scale_rewards", "reward", "grader_url", "reward_seconds",
@@ -163,7 +162,7 @@ class MethodOptions(AdapterOptions):
     loss_type: Annotated[
         LossType | None,
         About(
-            "Loss of dpo: sigmoid, sigmoid_norm, ipo, simpo; loss of grpo: dapo, grpo, dr_grpo.",
+            "Loss of dpo: sigmoid, simpo; loss of grpo: dapo, grpo, dr_grpo.",
             unset="sigmoid; grpo: dapo",
         ),
     ] = None
@@ -179,13 +178,6 @@ class DpoOptions(MethodOptions):
     """The options of direct preference optimisation (dpo)."""
 
     label_smoothing: Annotated[float, Ge(0), Lt(0.5), About("Share of pairs that may be labelled wrongly (dpo).")] = 0.0
-    reference_free: Annotated[bool, About("Compare completions without a reference (dpo).")] = False
-    ld_alpha: Annotated[
-        float | None,
-        Ge(0),
-        Le(1),
-        About("Weight of the tokens by which one completion is longer than the other (dpo).", unset="1"),
-    ] = None
     simpo_gamma: Annotated[float | None, Ge(0), Le(1000), About("Target margin of the loss simpo.", unset="1")] = None
 
     @property
@@ -193,14 +185,9 @@ class DpoOptions(MethodOptions):
         return cast(DpoLoss, self.loss_type or "sigmoid")
 
     def _check_dpo(self) -> None:
-        loss = self.dpo_loss
         self._check_loss(get_args(DpoLoss))
-        if self.simpo_gamma is not None and loss != "simpo":
-            raise JobError(f"simpo_gamma belongs to the loss simpo, not to {loss}; leave one of them out.")
-        if self.label_smoothing and loss == "ipo":
-            raise JobError("The loss ipo takes no label_smoothing; leave one of them out.")
-        if self.ld_alpha is not None and loss != "sigmoid":
-            raise JobError(f"ld_alpha needs the loss sigmoid: {loss} compares means of tokens; leave one of them out.")
+        if self.simpo_gamma is not None and self.dpo_loss != "simpo":
+            raise JobError("simpo_gamma belongs to the loss simpo, not to sigmoid; leave one of them out.")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8serve import DelayedScaling, Linear, autocast, convert
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.recipe import NVFP4BlockScaling, Recipe
 from fp8serve.fp8.tensor_parallel import ParallelLinear, parallelize, sum_gradients
 
 from .ranks import counted, on_ranks
@@ -234,6 +234,8 @@ def test_high_precision_outside_of_autocast() -> None:
 def refusals(rank: int) -> Any:
     model = parallelize(blocks(), {"*.up": "column"}, dist.group.WORLD, sequence_parallel=True)
     with pytest.raises(RecipeError) as error, autocast(recipe=DelayedScaling(reduce_amax=False)):
+        model(data(0)[0])
+    with pytest.raises(RecipeError, match="does not support NVFP4"), autocast(recipe=NVFP4BlockScaling()):
         model(data(0)[0])
     with pytest.raises(ValueError, match="cannot be cut evenly"):
         parallelize(convert(nn.Sequential(nn.Linear(8, 7))), {"0": "column"}, dist.group.WORLD)

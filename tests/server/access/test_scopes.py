@@ -58,8 +58,8 @@ def test_a_route_outside_the_table_is_open_to_admin_only() -> None:
 def test_head_needs_the_scope_of_get_and_limits_apply_to_routes_that_generate() -> None:
     assert opens(("read",), request("HEAD", "/metrics"))
     assert not opens(("generate",), request("HEAD", "/metrics"))
-    assert has_tenant_limits(request("POST", "/"))
-    assert not has_tenant_limits(request("GET", "/"))
+    assert has_tenant_limits(request("POST", "/generate"))
+    assert not has_tenant_limits(request("GET", "/generate"))
     assert not has_tenant_limits(request("POST", "/finetune"))
 
 
@@ -89,10 +89,10 @@ async def test_the_refusal_is_one_sentence(start: Start, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("scope", ["generate", "admin"])
 def test_operating_names_every_route_of_a_scope(scope: Scope) -> None:
-    """`POST /` is an alias of /generate; the page may use other names in `{...}`."""
+    """The page may use other names in `{...}`."""
     page = Path(__file__).parents[3] / "docs" / "operating.md"
     (row,) = (line for line in page.read_text().splitlines() if line.startswith(f"| `{scope}` |"))
-    paths = {route.partition(" ")[2] for route in OPENED_BY[scope]} - {"/", "/generate/stream"}
+    paths = {route.partition(" ")[2] for route in OPENED_BY[scope]}
     shared = {"/models/{name:path}/load", "/models/{name:path}/unload", "/models/{name:path}/alias"}  # "`load`, ..."
     missing = [path for path in paths - shared if path.split("{")[0].rstrip("/") not in row]
     assert not [path for path in missing if path != "/v1/messages/count_tokens"]

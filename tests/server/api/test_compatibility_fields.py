@@ -12,17 +12,8 @@ from pydantic import ValidationError
 
 from fp8serve.server.schemas.anthropic_bodies import CountBody, MessagesBody
 from fp8serve.server.schemas.bodies import Body, CompatibilityField, Strict
-from fp8serve.server.schemas.compatibility_fields import (
-    CHAT,
-    COMPLETION,
-    GENERATE,
-    MESSAGES,
-    RESPONSES,
-    SAMPLING,
-    STORAGE,
-)
+from fp8serve.server.schemas.compatibility_fields import CHAT, COMPLETION, MESSAGES, RESPONSES, SAMPLING, STORAGE
 from fp8serve.server.schemas.embedding_bodies import EmbeddingBody
-from fp8serve.server.schemas.generation_bodies import GenerateParameters
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 from fp8serve.server.schemas.responses_bodies import ResponsesBody
 from tests.server.conftest import Start
@@ -36,7 +27,6 @@ BODIES: dict[str, tuple[type[Strict], dict[str, Any]]] = {
     "/v1/completions": (CompletionBody, {"prompt": "Hello"}),
     "/v1/responses": (ResponsesBody, {"input": "Hello"}),
     "/v1/messages": (MessagesBody, {"messages": TURN, "max_tokens": 8}),
-    "/generate (parameters)": (GenerateParameters, {}),
 }
 
 
@@ -45,7 +35,6 @@ ROUTES = {
     "/v1/completions": (*COMPLETION, *SAMPLING),
     "/v1/responses": (*RESPONSES, *STORAGE),
     "/v1/messages": MESSAGES,
-    "/generate (parameters)": GENERATE,
 }
 
 
@@ -65,7 +54,7 @@ OF_ANTHROPIC = ("anthropic", "anthropic beta", "anthropic count", "anthropic bet
 def signature(client: str) -> tuple[Callable[..., Any], type[Body], dict[str, Any]]:
     """Returns a client's function, the class of our body, and the body's required fields. The clients are imported
     here, because anthropic takes two seconds, and every process of a test run collects this file."""
-    chat, text, items, messages = ((*BODIES[route],) for route in list(BODIES)[:4])
+    chat, text, items, messages = ((*BODIES[route],) for route in BODIES)
     results: dict[str, Any]
     if client in OF_ANTHROPIC:
         api: Any = pytest.importorskip("anthropic").Anthropic(api_key="none")

@@ -26,7 +26,7 @@ from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
 BODIES = {
-    "/generate_stream": {"inputs": "hello"},
+    "/generate": {"inputs": "hello", "stream": True},
     "/v1/completions": {"prompt": "hello", "n": 2, "stream": True},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "stream": True},
 }
@@ -167,7 +167,7 @@ DIRECT: dict[str, tuple[str, Any]] = {
     "tools": ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}),
     "message": ("/v1/messages", {**CHAT, "max_tokens": 12}),
     "response": ("/v1/responses", {"input": "hello", "stream": True}),
-    "native": ("/generate_stream", {"inputs": "hello"}),
+    "native": ("/generate", {"inputs": "hello", "stream": True}),
 }
 
 

@@ -253,7 +253,7 @@ NESTED = {
     "count": ("/v1/messages/count_tokens", f'{{{TURNS}, "tools": [{{"name": "f", "input_schema": @}}]}}'),
     "tokenize": ("/tokenize", f'{{{TURNS}, "chat_template_kwargs": {{"a": @}}}}'),
     "responses": ("/v1/responses", '{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": @}]}'),
-    "generate": ("/generate", '{"inputs": "a", "parameters": {"grammar": {"type": "json", "value": @}}}'),
+    "generate": ("/generate", '{"inputs": "a", "parameters": {"guided_json": @}}'),
     "finetune": ("/finetune", '{"data": [{"prompt": "a", "completion": "b", "c": @}]}'),
 }
 

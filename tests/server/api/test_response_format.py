@@ -1,4 +1,4 @@
-"""`response_format` and `grammar` become the engine's json_schema and regex, or are refused by name."""
+"""`response_format` and the fields of vLLM and llama.cpp become the engine's constraint, or are refused by name."""
 
 import json
 from typing import Any
@@ -23,12 +23,9 @@ TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
         (None, None),
         ({"type": "text"}, None),
         ({"type": "json_object"}, '{"type": "object"}'),
-        ({"type": "json_object", "value": SCHEMA}, TEXT),
         ({"type": "json_object", "schema": SCHEMA}, TEXT),
-        ({"type": "json_object", "schema": None, "value": None}, '{"type": "object"}'),
+        ({"type": "json_object", "schema": None}, '{"type": "object"}'),
         ({"type": "json_schema", "json_schema": NAMED}, TEXT),
-        ({"type": "json_schema", "value": NAMED}, TEXT),
-        ({"type": "json", "value": SCHEMA}, TEXT),
     ],
 )
 def test_openai(response_format: Any, expected: str | None) -> None:
@@ -39,20 +36,6 @@ def test_openai(response_format: Any, expected: str | None) -> None:
     ):
         params = body.params(5)
         assert (params.json_schema, params.regex) == (expected, None)
-
-
-@pytest.mark.parametrize(
-    ("grammar", "expected"),
-    [
-        (None, (None, None)),
-        ({"type": "json", "value": SCHEMA}, (TEXT, None)),
-        ({"type": "json_schema", "value": NAMED}, (TEXT, None)),
-        ({"type": "regex", "value": "[0-9]+"}, (None, "[0-9]+")),
-    ],
-)
-def test_native(grammar: Any, expected: Any) -> None:
-    params = to_sampling_params(GenerateParameters.model_validate({"grammar": grammar}))
-    assert (params.json_schema, params.regex) == expected
 
 
 FORMS: list[tuple[dict[str, Any], dict[str, str]]] = [
@@ -135,7 +118,7 @@ async def test_a_valid_constraint_is_checked_once(start: Start, monkeypatch: pyt
         ("openai_bodies:ChatBody", {"messages": [{"role": "user", "content": "x"}], "response_format": FORM}),
         (
             "generation_bodies:GenerateBody",
-            {"inputs": "x", "parameters": {"grammar": {"type": "json_schema", "value": NAMED}}},
+            {"inputs": "x", "parameters": {"response_format": FORM}},
         ),
     ],
 )
@@ -152,10 +135,10 @@ def test_a_response_format_survives_the_parser_process(model: str, body: dict[st
     ("response_format", "param"),
     [
         ({"type": "yaml"}, "response_format"),
-        ({"type": "json_schema"}, "response_format"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
         ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema"),
         ({"type": "json_object", "schema": 3}, "response_format.schema"),
-        ({"type": "json_object", "schema": SCHEMA, "value": SCHEMA}, "response_format"),
+        ({"type": "json_schema", "value": NAMED}, "response_format.json_schema"),
         ("json_object", "response_format"),
     ],
 )

@@ -623,7 +623,7 @@ async def test_preferences_in_openais_and_in_the_native_format(start: Start) -> 
 
         pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
         for rows, message in (([pair, {"prompt": "a", "completion": "b"}], ":2 has only"), ([pair], "")):
-            answer = await server.client.post("/finetune", json={"data": rows, "method": "dpo", "loss_type": "ipo"})
+            answer = await server.client.post("/finetune", json={"data": rows, "method": "dpo", "loss_type": "simpo"})
             assert (answer.status_code, message in answer.text) == (422 if message else 202, True)
         mismatched = {"file_id": upload["id"], "method": "sft"}
         answer = await server.client.post("/finetune", json=mismatched)

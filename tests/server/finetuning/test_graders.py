@@ -93,8 +93,8 @@ async def test_jobs_with_a_grader_are_checked_over_http(start: Start) -> None:
             ({"grader_url": "http://x:99999/"}, "grader_url must be an address"),
             ({"grader_url": "http://localhost:9001/grade"}, "This server does not send completions to that address"),
             (
-                {"grader_url": "http://localhost:9000/grade", "loss_type": "ipo"},
-                "loss_type ipo is no loss of the method grpo",
+                {"grader_url": "http://localhost:9000/grade", "loss_type": "simpo"},
+                "loss_type simpo is no loss of the method grpo",
             ),
             ({"grader_url": "http://localhost:9000/grade", "num_generations": 1}, "num_generations"),
             ({"reward": "/etc/passwd"}, "reward"),

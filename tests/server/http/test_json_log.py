@@ -73,7 +73,7 @@ async def test_the_record_of_an_answer_has_its_route_status_tokens_and_trace(sta
         headers = {"x-request-id": "mine", "traceparent": f"00-{TRACE}-{SPAN}-01"}
         for path, body in (
             ("/generate", {"inputs": "abc"}),
-            ("/generate_stream", {"inputs": "abc"}),
+            ("/generate", {"inputs": "abc", "stream": True}),
             (
                 "/v1/chat/completions",
                 {"messages": [{"role": "user", "content": "x"}], "max_tokens": 16, "stream": True},
@@ -81,7 +81,7 @@ async def test_the_record_of_an_answer_has_its_route_status_tokens_and_trace(sta
         ):
             await server.client.post(path, json=body, headers=headers)
     entries = records.of("mine")
-    assert [record["route"] for record in entries] == ["/generate", "/generate_stream", "/v1/chat/completions"]
+    assert [record["route"] for record in entries] == ["/generate", "/generate", "/v1/chat/completions"]
     for record in entries:
         assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
         assert (record["level"], record["logger"]) == ("info", "fp8serve.server.access")
@@ -97,7 +97,7 @@ async def test_a_failure_has_its_code_in_a_stream_too(start: Start, records: Rec
     async with start(launcher) as server:
         for name, path, body in (
             ("whole", "/generate", {"inputs": "abc"}),
-            ("stream", "/generate_stream", {"inputs": "abc"}),
+            ("stream", "/generate", {"inputs": "abc", "stream": True}),
             ("invalid", "/generate", {"inputs": "abc", "unknown": 1}),
             ("nowhere", "/nope", {}),
         ):

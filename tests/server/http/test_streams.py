@@ -5,9 +5,17 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from fp8serve.server.http import streams
-from fp8serve.server.http.streams import KEEP_ALIVE, WRITE_CHUNK, EventStream, WriteChunk
+from fp8serve.server.http.streams import (
+    KEEP_ALIVE,
+    WRITE_CHUNK,
+    ClientGoneError,
+    EventStream,
+    WriteChunk,
+    until_disconnect,
+)
 from tests.patience import eventually
 
 
@@ -199,6 +207,28 @@ async def test_an_error_of_the_connection_is_raised_and_everything_is_closed() -
     with pytest.raises(OSError, match="the connection is gone"):
         await source.stream(on_close=closed.set)({"type": "http"}, client.receive, send)
     assert (source.closed, closed.is_set()) == (1, True)
+
+
+@pytest.mark.parametrize("error", [None, TimeoutError("of the work"), ValueError("of the work")], ids=str)
+async def test_an_error_of_cancelled_work_is_not_taken_for_the_disconnect(error: Exception | None) -> None:
+    client, started = Client(), asyncio.Event()
+
+    async def work() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if error is not None:
+                raise error from None
+            raise
+
+    request = Request({"type": "http"}, client.receive)
+    answer = asyncio.create_task(until_disconnect(request, work()))
+    await started.wait()
+    client.gone.set()
+    with pytest.raises(ClientGoneError if error is None else type(error)) as raised:
+        await answer
+    assert error is None or raised.value is error
 
 
 async def test_a_cancelled_request_stays_cancelled() -> None:

@@ -44,7 +44,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
         "/generate",
         {
             "inputs": TEXT[:MIB],
-            "parameters": {"truncate": 20, "grammar": {"type": "json_schema", "value": {"schema": {"type": "null"}}}},
+            "parameters": {"truncate": 20, "guided_json": {"type": "null"}},
         },
         200,
     ),

@@ -21,13 +21,15 @@ from tests.server.fakes import FakeEngine, Launcher
 
 
 class Hanging(Launcher):
-    """A launcher whose loads hang while `hang` is set. given_up: how many of them were cancelled."""
+    """A launcher whose loads hang while `hang` is set. `begun`: how many did; `given_up`: how many were cancelled."""
 
     hang = False
+    begun = 0
     given_up = 0
 
     async def __call__(self, source: WeightSource) -> tuple[FakeEngine, Tokenizer]:
         if self.hang:
+            self.begun += 1
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -94,7 +96,7 @@ async def test_an_engine_is_replaced_while_other_weights_are_being_loaded(start:
     async with start(launcher) as server:
         launcher.hang = True
         swap = asyncio.create_task(activate(server))
-        await eventually(server.state.models.default.is_swapping)
+        await eventually(lambda: launcher.begun)
         launcher.hang = False
         dead = launcher.engine
         dead.alive = False
@@ -111,7 +113,8 @@ async def test_a_swap_wins_over_a_restart(start: Start) -> None:
     async with start(launcher) as server:
         launcher.hang = True
         launcher.engine.alive = False
-        await eventually(lambda: server.state.models.default.state == "restarting")
+        await eventually(lambda: launcher.begun)
+        assert server.state.models.default.state == "restarting"
         launcher.hang = False
         assert (await activate(server)).status_code == 200
         assert server.state.models.default.ready
@@ -148,7 +151,7 @@ async def test_an_answer_has_a_deadline_where_one_is_set(start: Start) -> None:
         assert (answer.status_code, answer.json()["code"]) == (408, "request_timeout")
         await eventually(lambda: not server.launcher.engine.running)
         assert server.state.models.default.admission.in_flight == 0
-        streamed = await server.client.post("/generate_stream", json=endless)
+        streamed = await server.client.post("/generate", json=endless | {"stream": True})
         assert '"code":"request_timeout"' in streamed.text
 
 

@@ -1,1 +1,1 @@
-"""The native routes: generation as in text-generation-inference, models, fine-tune jobs and the server's state."""
+"""The native routes: generation, models, fine-tune jobs and the server's state."""

@@ -1,4 +1,4 @@
-"""The native generation routes, which are compatible with text-generation-inference, and the tokenizer routes.
+"""The native generation route, which Hugging Face's InferenceClient can call, and the tokenizer routes.
 
 A stream has one event for each token. The text of a token never contains a part of a character or of a stop string, and
 the joined texts are `generated_text`. The last event has `generated_text` and `details`; no `[DONE]` follows. Responses
@@ -7,13 +7,11 @@ also have `model`, `weight_version` and `request_id`.
 
 import json
 import secrets
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -31,7 +29,7 @@ from fp8serve.server.api.routing import (
     forbid_extra,
     omit_if_none,
 )
-from fp8serve.server.faults import Code, Fault
+from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.request_parser import messages_json
 from fp8serve.server.schemas import generation_bodies as bodies
@@ -62,7 +60,6 @@ class Details(ResponseModel):
     input_length: int
     prefill: list[Token]
     tokens: list[Token]
-    best_of_sequences: None = None
     top_tokens: list[list[Token]] = omit_if_none()
 
 
@@ -189,7 +186,7 @@ def _token(tokenizer: TokenizerFacts, token_id: int, text: str, logprob: TokenLo
 
 
 def finish_reason(output: RequestOutput) -> str:
-    """Returns text-generation-inference's name of the finish reason."""
+    """Returns the finish reason by the name that text-generation-inference gave it."""
     if output.finish_reason == "length":
         return "length"
     return "eos_token" if output.stop_reason is None else "stop_sequence"
@@ -215,54 +212,15 @@ def to_sampling_params(p: bodies.GenerateParameters) -> SamplingParams:
 
 
 @router.post("/generate", summary="Generate text", response_model=GenerateResponse, responses=STREAM)
-async def generate(
-    body: bodies.GenerateBody, request: Request, response: Response, state: StateDep
-) -> Response | GenerateResponse:
+async def generate(body: bodies.GenerateBody, request: Request, state: StateDep) -> Response | GenerateResponse:
     """Returns one object, or server-sent events with `stream: true`."""
-    return await _generate(body, request, response, state, body.stream)
-
-
-@router.post("/generate/stream", include_in_schema=False)
-@router.post(
-    "/generate_stream", summary="Generate text as server-sent events", response_class=Response, responses=STREAM
-)
-async def generate_stream(body: bodies.GenerateBody, request: Request, response: Response, state: StateDep) -> Any:
-    if body.parameters.decoder_input_details:
-        param = "parameters.decoder_input_details"
-        raise Fault(Code.INVALID_PARAMETER, "decoder_input_details cannot be streamed.", param=param)
-    return await _generate(body, request, response, state, stream=True)
-
-
-@router.post(
-    "/",
-    summary="Generate text, for clients of Hugging Face's inference endpoints",
-    response_model=Annotated[list[GenerateResponse], Field(min_length=1, max_length=1)],
-    responses=STREAM,
-)
-async def root(
-    body: bodies.GenerateBody, request: Request, response: Response, state: StateDep
-) -> Response | list[GenerateResponse]:
-    """Does the same as /generate. The response without `stream` is a list with one element."""
-    result = await _generate(body, request, response, state, body.stream)
-    return result if isinstance(result, Response) else [result]
-
-
-async def _generate(
-    body: bodies.GenerateBody, request: Request, response: Response, state: ServerState, stream: bool
-) -> Response | GenerateResponse:
-    """Returns the response, and sets the headers that text-generation-inference's dashboards read."""
     served = await resolve_model(body, state)
     params = to_sampling_params(body.parameters)
     field, prompt = ("inputs", body.inputs or "") if body.input_ids is None else ("input_ids", body.input_ids)
     truncate = body.parameters.truncate
     generation = await generate_texts(served, [prompt], params, request, state, field=field, truncate=truncate)
-    started = time.perf_counter()
     renderer = NativeRenderer(body, generation, request.scope["request_id"])
-    result = await respond(renderer, request, state, stream)
-    response.headers["x-total-time"] = str(round((time.perf_counter() - started) * 1e3))  # in milliseconds
-    response.headers["x-prompt-tokens"] = str(generation.prompt_tokens)
-    response.headers["x-generated-tokens"] = str(len(renderer.tokens))
-    return result
+    return await respond(renderer, request, state, body.stream)
 
 
 @router.post("/tokenize", summary="Tokenize text or messages", response_model=TokenizeResponse)

@@ -1,18 +1,14 @@
 """The losses of direct preference optimisation, and the method that the trainer calls.
 
-For a completion y of a prompt x with policy p and reference model q, r(y) = log p(y|x) - log q(y|x) in nats. The
-log-probabilities of the completion's tokens are added ("sums" in the table) or averaged ("means"). With d = r(chosen) -
-r(rejected), the losses are
+For a completion y of a prompt x with policy p and reference model q, r(y) = log p(y|x) - log q(y|x) in nats. With
+d = r(chosen) - r(rejected), the losses are
 
-    sigmoid        -log s(b d), sums                    Rafailov et al. 2023, eq. 7
-    sigmoid_norm   -log s(b d), means                   Lambert et al. 2024 (Tulu 3), section 5.1.2
-    ipo            (d - 1 / 2b)^2, means                Azar et al. 2024, eq. 17; means as in its authors' code
-    simpo          -log s(b d - g), means, no reference Meng et al. 2024, eq. 6
+    sigmoid    -log s(b d), log-probabilities summed over the tokens of a completion     Rafailov et al. 2023, eq. 7
+    simpo      -log s(b d - g), log-probabilities averaged, r(y) = log p(y|x)            Meng et al. 2024, eq. 6
 
 where s is the logistic function, b is beta and g is gamma. With label smoothing e (Mitchell's cDPO), the loss is
 (1 - e) times the loss of the pair plus e times the loss of the swapped pair, for labels that are wrong with probability
-e. LD-DPO (Liu et al. 2024) multiplies the log-probabilities of the longer completion's tokens beyond the length of the
-shorter one by `ld_alpha`.
+e.
 
 The reference model is the model before its first step. Its scores of both completions are computed once with this run's
 forward pass, held with the pairs, and written into every checkpoint (8 bytes a pair), so that no second model is in
@@ -34,37 +30,7 @@ from fp8serve.train.data import fingerprint
 from fp8serve.train.forward import Forward, Logits, collate, target_log_probs
 from fp8serve.train.methods.dpo.data import Pair
 from fp8serve.train.methods.interface import Method, Metric
-from fp8serve.train.methods.options import SIMPO_GAMMA, DpoLoss
-
-LENGTH_NORMALIZED = ("sigmoid_norm", "ipo", "simpo")
-
-
-def completion_scores(
-    log_probs: Tensor, lengths: Sequence[tuple[int, int]], loss_type: DpoLoss, ld_alpha: float | None
-) -> Tensor:
-    """Returns log p(y|x) of the completions, FP32 [pairs, 2]: the sum over tokens or the mean, see the module.
-
-    `log_probs` FP32 [P] holds the log-probabilities of all target tokens, pair by pair, the chosen completion first.
-    `lengths` holds the target tokens of both completions of each pair.
-    """
-    completions = torch.split(log_probs, [length for pair in lengths for length in pair])
-    shorter = [min(pair) for pair in lengths for _ in pair]
-    scores = [_score(completion, n, loss_type, ld_alpha) for completion, n in zip(completions, shorter, strict=True)]
-    return torch.stack(scores).view(-1, 2)
-
-
-def _score(log_probs: Tensor, shorter: int, loss_type: DpoLoss, ld_alpha: float | None) -> Tensor:
-    if ld_alpha is not None:
-        return log_probs[:shorter].sum() + ld_alpha * log_probs[shorter:].sum()
-    return log_probs.sum() / (len(log_probs) if loss_type in LENGTH_NORMALIZED else 1)
-
-
-def pair_losses(margins: Tensor, beta: float, loss_type: DpoLoss, label_smoothing: float, gamma: float) -> Tensor:
-    """Returns the loss of each pair [pairs]; `margins` is d of the module's formulas."""
-    if loss_type == "ipo":
-        return (margins - 1 / (2 * beta)).square()
-    preference_logits = beta * margins - (gamma if loss_type == "simpo" else 0.0)
-    return -(1 - label_smoothing) * logsigmoid(preference_logits) - label_smoothing * logsigmoid(-preference_logits)
+from fp8serve.train.methods.options import SIMPO_GAMMA
 
 
 class Dpo(Method[Pair]):
@@ -81,9 +47,9 @@ class Dpo(Method[Pair]):
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.beta, self.loss_type = config.effective_beta, config.dpo_loss
-        self.gamma = SIMPO_GAMMA if config.simpo_gamma is None else config.simpo_gamma
-        self.reference_free = config.reference_free or self.loss_type == "simpo"
+        self.beta, self.is_simpo = config.effective_beta, config.dpo_loss == "simpo"
+        default_gamma = SIMPO_GAMMA if self.is_simpo else 0.0
+        self.gamma = default_gamma if config.simpo_gamma is None else config.simpo_gamma
 
     def count_loss_terms(self, items: Sequence[Pair]) -> int:
         return len(items)
@@ -92,29 +58,31 @@ class Dpo(Method[Pair]):
         scores = self._policy_scores(logits, items)
         ratios = scores - self._reference_scores(items, scores)
         margins = ratios[:, 0] - ratios[:, 1]
-        losses = pair_losses(margins, self.beta, self.loss_type, self.config.label_smoothing, self.gamma)
+        preference_logits, smoothing = self.beta * margins - self.gamma, self.config.label_smoothing
+        losses = -(1 - smoothing) * logsigmoid(preference_logits) - smoothing * logsigmoid(-preference_logits)
         chosen, rejected = (self.beta * ratios.detach()).unbind(1)
         metrics = chosen, rejected, (chosen > rejected).float(), chosen - rejected, *scores.detach().unbind(1)
         return losses.sum(), *(metric.sum() for metric in metrics)
 
     def _policy_scores(self, logits: Logits, items: Sequence[Pair]) -> Tensor:
-        """Returns the scores of the current model, FP32 [pairs, 2]."""
+        """Returns log p(y|x) of the chosen and the rejected completions, FP32 [pairs, 2]."""
         batch = collate([row for pair in items for row in pair.rows], self.config.device)
         log_probs = target_log_probs(logits(batch), batch.targets)
-        lengths = [(pair.chosen.trainable_tokens, pair.rejected.trainable_tokens) for pair in items]
-        return completion_scores(log_probs, lengths, self.loss_type, self.config.ld_alpha)
+        completions = torch.split(log_probs, [row.trainable_tokens for pair in items for row in pair.rows])
+        scores = [tokens.sum() / (len(tokens) if self.is_simpo else 1) for tokens in completions]
+        return torch.stack(scores).view(-1, 2)
 
     def _reference_scores(self, items: Sequence[Pair], scores: Tensor) -> Tensor:
         """Returns the scores of the reference model [pairs, 2]. Before `compute_reference` these are `scores`: the
         weights have not changed yet, so the policy is the reference model."""
-        if self.reference_free:
+        if self.is_simpo:
             return torch.zeros_like(scores)
         references = [pair.reference for pair in items if pair.reference is not None]
         return torch.tensor(references, device=scores.device) if len(references) == len(items) else scores.detach()
 
     @torch.no_grad()
     def compute_reference(self, forward: Forward, items: Sequence[Pair], ranks: Ranks) -> list[Pair]:
-        if self.reference_free:
+        if self.is_simpo:
             return list(items)
         size = self.config.batch_size
         batches = [items[start : start + size] for start in range(0, len(items), size)]
@@ -126,7 +94,7 @@ class Dpo(Method[Pair]):
         return {"reference": torch.tensor(references), "pairs": _digest(items)} if references else {}
 
     def load_reference(self, items: Sequence[Pair], tensors: Mapping[str, Tensor]) -> list[Pair]:
-        if self.reference_free or not items:
+        if self.is_simpo or not items:
             return list(items)
         if not tensors or not torch.equal(tensors["pairs"], _digest(items)):
             raise JobError(
