@@ -1,7 +1,9 @@
 """Functions through which layers prepare their states, stage amaxes and add themselves to the running step.
 
 Inside torch.compile each call becomes a node of the graph, which makes the same call when the graph runs. The node
-gets the ids of the module and of the update config (session.py), because a graph cannot hold objects.
+gets the ids of the module and of the update config (session.py), because a graph cannot hold objects. The module's id
+is an input of the graph. Layers with the same code and shapes share one graph if their session says that their states
+exist (`prepared_length`), because states are created by a call that the graph holds as a constant.
 """
 
 import torch
@@ -25,7 +27,9 @@ def prepare_module(
     not in the graph. Raises RecipeError if the config reduces the amaxes of another session.
     """
     if torch.compiler.is_compiling() or config is None:
-        _prepare_module_by_id(module.key, config_id, history_len, is_recording)
+        has_other_session = config is None or module.session is not config.session
+        if has_other_session or not is_recording or module.session.prepared_length != history_len:
+            _prepare_module_by_id(module.key, config_id, history_len, is_recording)
     else:
         _prepare_module(module, config, history_len, is_recording)
 

@@ -151,6 +151,8 @@ class Session:
         self._lock = threading.RLock()
         self.reduction_states: WeakKeyDictionary[Any, ReductionState] = WeakKeyDictionary()  # by process group
         self.accumulator: Any = None  # the steps.StepAccumulator inside `accumulated_update`, else None
+        # The history length with which all modules have states, if that is certain before a graph is traced.
+        self.prepared_length: int | None = None
         self.num_positions = 0  # one more than the highest position, in either order, that ever staged an amax
         if model is not None:
             self._move_modules_of(model)

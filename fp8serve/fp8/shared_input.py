@@ -50,6 +50,13 @@ class SharedInput:
         shared = SharedCast()
         return [layer.run_shared(cast_by_torch_autocast(x), shared) for layer in layers]
 
+    def prepare(self, layers: Sequence[nn.Module]) -> None:
+        """Makes the layers share a state as far as a call would, so that a compiled graph finds it shared."""
+        frame = current_frame()
+        delayed = as_delayed(frame.recipe) if frame is not None and frame.enabled else None
+        if delayed is not None and len(layers) > 1 and are_unhooked(layers):
+            self.share_states(layers, delayed)
+
     def share_states(self, linears: Sequence[Linear], delayed: DelayedScaling) -> None:
         """Makes the layers share the state of their input if their states are equal."""
         if torch.compiler.is_compiling():

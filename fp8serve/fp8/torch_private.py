@@ -5,8 +5,9 @@ or another module uses a private name. Names that are slow to import are importe
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -50,6 +51,47 @@ def keep_compiler_out(function: Function) -> Function:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(cast(Any, function).__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def mark_rows_dynamic(tensor: Tensor) -> None:
+    """Makes torch.compile compile for any number of rows, unless the code depends on the number."""
+    import torch._dynamo
+
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+@contextmanager
+def compilations_timed(on_end: Callable[[bool, float], None]) -> Iterator[None]:
+    """Calls `on_end(is_backward, seconds)` after each compilation in the block.
+
+    `is_backward` is True if only a backward pass was compiled, which may happen when it first runs.
+    """
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+    start = 0.0
+
+    def begin(_: Any) -> None:
+        nonlocal start
+        start = time.monotonic()
+
+    def end(arguments: Any) -> None:
+        on_end(arguments.callback_trigger is CallbackTrigger.LAZY_BACKWARD, time.monotonic() - start)
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(begin)
+        callback_handler.remove_end_callback(end)
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Returns the base classes of the errors that torch.compile raises."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    return TorchDynamoException, FailOnRecompileLimitHit, CppCompileError, InvalidCxxCompiler
 
 
 def is_transformed() -> bool:

@@ -265,6 +265,7 @@ def environment(config: TrainConfig) -> dict[str, Any]:
         "fp8serve": __version__,
         "threads": torch.get_num_threads(),
         "device": config.device,
+        "compile": config.compile,
         "kernels": backends(torch.device(config.device).type),
     }
 

@@ -30,13 +30,14 @@ LENGTH_OPTIONS = frozenset({"epochs", "max_steps", "patience"})  # may differ on
 _FREE_ON_RESUME = {
     *("model", "data", "eval_data", "eval_every", "out", "save_every", "save_minutes", "keep_last", "log_every"),
     *("max_rows", "max_row_bytes", "max_data_bytes", "max_data_memory"),
-    *("format", "fsdp", "on_divergence", "recompute", "report_to", "result"),
+    *("format", "fsdp", "on_divergence", "recompute", "compile", "report_to", "result"),
     *("reward", "grader_url", "reward_seconds"),
 }
 
 API_NAMES = {"lr": "learning_rate"}
 """Names of options in the HTTP API that differ from the field names."""
-NOT_IN_API = ("data", "out", "eval_data", "save_minutes", "format", "device", "template_date", "reward", "report_to")
+NOT_IN_API = ("data", "out", "eval_data", "save_minutes", "format", "device", "template_date", "reward",
+                   "report_to", "compile")  # fmt: skip
 """Options that clients of the HTTP API cannot give: the server's operator or the server itself sets them."""
 
 
@@ -108,6 +109,7 @@ class TrainConfig(GrpoOptions):
         changed = frozenset(f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
         self._check_adapter(changed)
         _check_fsdp(self)
+        _check_compile(self)
         if self.on_divergence == "return":
             _check_return(self)
         self._check_method(changed)
@@ -188,6 +190,16 @@ def _check_fsdp(config: TrainConfig) -> None:
         raise JobError("fsdp shards trained weights only, and an adapter has few of them; leave fsdp or lora_rank out.")
     if config.fsdp and not config.supports_processes:
         raise JobError(f"fsdp shards a model over several processes, and {config.method} uses one; leave fsdp out.")
+
+
+def _check_compile(config: TrainConfig) -> None:
+    for name in ("recompute", "fsdp"):
+        if config.compile and getattr(config, name):
+            raise JobError(f"compile needs layers that run once and have their weights; leave compile or {name} out.")
+    if config.compile and config.invariant:
+        raise JobError(
+            "Compiled layers may round differently than a server with invariant; leave compile or invariant out."
+        )
 
 
 def _check_return(config: TrainConfig) -> None:

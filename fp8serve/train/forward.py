@@ -41,7 +41,7 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.lora import LoraLinear
 from fp8serve.fp8.recipe import Recipe, as_delayed, uses_fp8_attention, with_amax_reduction
 from fp8serve.fp8.session import Session, common_session
-from fp8serve.fp8.stateful import Stateful
+from fp8serve.fp8.stateful import Stateful, prepare_states
 from fp8serve.fp8.steps import accumulated_update
 from fp8serve.model.building import Model
 from fp8serve.model.config.mixture import needs_fp32
@@ -278,6 +278,13 @@ class Forward:
         options: dict[str, Any] = {"recipe": self._step_recipe, "session": self._session}
         with autocast(enabled=self.recipe is not None, is_first_microbatch=is_first_microbatch, **options):
             return self._logits(batch)
+
+    def prepare_states(self) -> None:
+        """Creates all scaling states, so that layers can share a compiled graph. Nothing may change their lengths or
+        devices afterwards."""
+        if (recipe := as_delayed(self._step_recipe)) is not None:
+            prepare_states(self.network, recipe)
+            self._session.prepared_length = recipe.amax_history_len
 
     def accumulated_update(self) -> AbstractContextManager[None]:
         """Returns a context for the microbatches of one step: delayed scales change once, at its end."""

@@ -109,7 +109,7 @@ def _moments_bytes(config: TrainConfig, in_matrices: int, others: int) -> int:
 def check_layers(config: TrainConfig, model: ModelConfig) -> None:
     """Raises JobError if an option that works layer by layer is set for a model that transformers computes as a
     whole."""
-    for name in ("recompute", "fsdp"):
+    for name in ("recompute", "fsdp", "compile"):
         if getattr(config, name) and model.computed_by is not None:
             reason = "works layer by layer, but transformers computes this model as a whole"
             raise JobError(f"{name} {reason}; leave it out.")

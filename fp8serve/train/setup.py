@@ -29,6 +29,7 @@ from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import state
 from fp8serve.train.checkpoint import model_file_writer
+from fp8serve.train.compiled import CompiledLayers
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item, RowCounts, check_length, fingerprint, total_steps
 from fp8serve.train.events import OnEvent, message
@@ -51,7 +52,8 @@ class Setup:
 
     `items` are trained on, `eval_items` are the validation data. `copy_model_files` writes the base model's
     configuration and tokenizer into a directory. `high_precision_linears` are the linear layers that the base model
-    holds in high precision. If the weights are sharded over processes, `forward` belongs to `sharded`.
+    holds in high precision. If the weights are sharded over processes, `forward` belongs to `sharded`. `compiled` are
+    the compiled layers of a run with `compile`.
     """
 
     method: Method[Any]
@@ -64,6 +66,7 @@ class Setup:
     copy_model_files: Callable[[Path], None]
     high_precision_linears: tuple[str, ...] = ()
     sharded: "ShardedModel | None" = None
+    compiled: CompiledLayers | None = None
 
     @property
     def decoder(self) -> Model:
@@ -157,6 +160,10 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         count = sum(parameter.numel() for parameter in parameters.values())
         on_event(message("adapter", f"The run trains an adapter of {count} parameters", parameters=count))
         report_rank(parameters, config.lora_rank, on_event)
+    compiled = None
+    if config.compile:
+        forward.prepare_states()
+        compiled = CompiledLayers(forward.network.decoder)
     optimizer = Optimizer(parameters, config, None if sharded is None else sharded.norm)
     return Setup(
         method=method_of(config),
@@ -169,6 +176,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         copy_model_files=(lambda directory: None) if config.lora_rank else model_file_writer(source),
         high_precision_linears=unquantized,
         sharded=sharded,
+        compiled=compiled,
     )
 
 

@@ -21,7 +21,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -191,7 +191,9 @@ def take_step(run: TrainingRun, step: Step) -> float:
     start, progress = time.monotonic(), run.progress
     rate = learning_rate(run.config, progress.step, run.setup.total_steps)
     microbatches = run.setup.method.prepare_step(progress.step, run.microbatches(step))
-    means, norm = _update(run, microbatches, rate)
+    compiled = run.setup.compiled
+    with nullcontext() if compiled is None else compiled.running(run.on_event, progress.step + 1):
+        means, norm = _update(run, microbatches, rate)
     tokens = sum(item.tokens for items in microbatches for item in items)
     progress.step += 1
     progress.trained_tokens += tokens

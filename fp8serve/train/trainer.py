@@ -230,6 +230,10 @@ def check_processes(config: TrainConfig, count: int) -> None:
     """Raises JobError if a step cannot use `count` processes."""
     if count > 1 and not config.supports_processes:
         raise JobError(f"The method {config.method} runs in one process; start 1 process instead of {count}.")
+    if count > 1 and config.compile:
+        raise JobError(
+            f"compile works in one process, and this run has {count}; leave compile out, or start 1 process."
+        )
     if count > config.accumulate:
         raise JobError(
             f"Each process needs a microbatch, and a step has {config.accumulate} (accumulate) for {count} processes; "

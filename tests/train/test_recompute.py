@@ -112,7 +112,7 @@ def test_a_run_may_be_resumed_without_recompute(configure: Configure, tmp_path: 
 
 
 @pytest.mark.parametrize("check", [validate, lambda config: Trainer(config).run()], ids=["dry run", "run"])
-@pytest.mark.parametrize("option", ["recompute", "fsdp"])
+@pytest.mark.parametrize("option", ["recompute", "fsdp", "compile"])
 def test_options_of_single_layers_are_refused_with_the_transformers_backend(
     configure: Configure, tmp_path: Path, option: str, check: Any
 ) -> None:

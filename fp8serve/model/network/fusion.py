@@ -71,6 +71,12 @@ class Projections:
                 return outputs
         return self._shared_input(modules, x if norm is None else norm(x))  # type: ignore[arg-type]  # none is None
 
+    def prepare_compiled(self) -> None:
+        """Makes the linears share the state of their input, as the next call in a compiled graph shall find them."""
+        self._shared_input.prepare(
+            [module for name in self._names if (module := self._owner._modules[name]) is not None]
+        )
+
     def run_gated_mlp(self, x: Tensor, norm: nn.Module | None, down: nn.Module | None) -> Tensor | None:
         """Returns down(silu(gate) * up) for the projections gate and up, or None if it cannot be fused."""
         modules = [self._owner._modules[name] for name in self._names]

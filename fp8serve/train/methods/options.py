@@ -69,6 +69,7 @@ class RunOptions:
         bool,
         About("On a GPU, sum in the order of a server with --invariant, for equal log-probabilities; slower."),
     ] = False
+    compile: Annotated[bool, About("Compile the layers with torch.compile.")] = False
     fsdp: Annotated[bool, About("Shard weights, gradients and moments over the processes (FSDP2).")] = False
     seed: Annotated[int, Ge(0), Le(2**31 - 1), About("Seed of the data order.")] = 0
     save_every: Annotated[
