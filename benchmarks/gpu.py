@@ -43,7 +43,10 @@ BUILD = ROOT / "build/gpu"
 LIMITS = {"configure": 60, "build": 240, "test": 100, "measure": 45, "tune": 45, "sanitize": 90}  # seconds a process
 # Groups of gpu_measure.py, the safest first.
 KERNELS = ("casts", "skinny", "attention", "gemm", "experts", "linear", "decode", "invariant")
-TRAINING = "bf16,bf16 compiled,ao tensorwise compiled,ao rowwise compiled,trainer bf16,trainer delayed,trainer rowwise"
+TRAINING = (
+    "bf16,bf16 compiled,ao tensorwise compiled,ao rowwise compiled,trainer bf16,trainer delayed,trainer rowwise,"
+    "trainer bf16 compiled,trainer delayed compiled,trainer rowwise compiled"
+)
 PROGRAMS = {"training": 150, "load": 150, "features": 120, "job": 120}
 """Measurements of gpu_training.py and gpu_server.py, and their seconds."""
 REHEARSAL_SECONDS = 900  # of each program on a CPU

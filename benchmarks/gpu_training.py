@@ -5,7 +5,7 @@ All in one process, so that figures can be compared: BF16, torchao's float8 trai
 separated by commas; the default is all. Each row has the median time of a step, the time of the first steps, which
 includes compilation, and the peak of allocated memory. A step is a forward and a backward pass; there is no optimizer.
 
-"compiled" is torch.compile of the whole model.
+"compiled" is torch.compile of the whole model, and for the trainer what `finetune --compile` does (train/compiled.py).
 Rows of the trainer have a digest of the last output: those with the same recipe and weights must have the same digest
 ("unfused": casts are ops of their own; "separate": also, every layer casts its own input). "packed" has sequences of
 many lengths, and "packed loop" computes their attention sequence by sequence. "norm" is the norm of 291 gradients,
@@ -36,14 +36,17 @@ from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import Rope
 from fp8serve.model.network.decoder import Decoder, make_attend
 from fp8serve.train import optimizer
+from fp8serve.train.compiled import CompiledLayers
+from fp8serve.train.events import ignore
 from fp8serve.train.forward import Network
 
 BF16, LAYERS, GRADIENTS = torch.bfloat16, 2, 291
 CASES = (
     "bf16", "bf16 compiled", "ao tensorwise compiled", "ao rowwise compiled",
     "convert delayed", "convert delayed compiled", "convert rowwise", "convert rowwise compiled",
-    "trainer bf16", "trainer delayed", "trainer delayed unfused", "trainer delayed separate", "trainer current",
-    "trainer rowwise", "trainer block", "trainer delayed masters", "trainer delayed recompute",
+    "trainer bf16", "trainer bf16 compiled", "trainer delayed", "trainer delayed unfused", "trainer delayed separate",
+    "trainer current", "trainer rowwise", "trainer rowwise compiled",
+    "trainer block", "trainer delayed masters", "trainer delayed recompute", "trainer delayed compiled",
     "trainer delayed packed", "trainer delayed packed loop", "norm", "norm by rows",
 )  # fmt: skip
 
@@ -192,16 +195,18 @@ class Bench:
         shape = (sizes.sequences * sizes.length,) if is_flat else (sizes.sequences, sizes.length)
         x = torch.randn(*shape, sizes.hidden).to(self.device, BF16).requires_grad_()
         dy = torch.randn(*shape, sizes.hidden).to(self.device, BF16) * 1e-3
-        runner = torch.compile(model) if is_compiled else model
+        layers = CompiledLayers(model.network.decoder) if is_compiled and isinstance(model, Trainer) else None
+        runner = torch.compile(model) if is_compiled and layers is None else model
         outputs: list[Tensor] = []
 
         def step() -> None:
             context: AbstractContextManager[Any] = nullcontext()
             if recipe is not None:
                 context = fp8serve.autocast(recipe=recipe)
-            with context:
-                y = runner(x)
-            y.backward(dy)
+            with nullcontext() if layers is None else layers.running(ignore, 1):
+                with context:
+                    y = runner(x)
+                y.backward(dy)
             outputs[:] = [y.detach()]
             for tensor in (x, *model.parameters()):
                 tensor.grad = None
