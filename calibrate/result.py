@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
 from fp8serve.errors import DataError
 from fp8serve.fp8.recipe import HeadDtype
@@ -212,8 +212,9 @@ class BaseCalibrationReport:
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()  # sentences about unexpected facts
     rounding: str = "nearest"  # how weights were rounded
-    in_bf16: tuple[LinearGroup, ...] = ()
-    origin: Origin | None = None
+    # "kept" and "made" are the names in files from before 2026-11-27
+    in_bf16: Annotated[tuple[LinearGroup, ...], Field(validation_alias=AliasChoices("in_bf16", "kept"))] = ()
+    origin: Annotated[Origin | None, Field(validation_alias=AliasChoices("origin", "made"))] = None
 
     def to_json(self) -> str:
         """Returns JSON with one line per field, layer and tensor. Raises ValueError for NaN."""

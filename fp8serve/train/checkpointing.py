@@ -158,7 +158,7 @@ class Checkpointer:
         """Returns the number of returns (see the module) that the newest checkpoint records, or 0 without one."""
         if self.latest is None:
             return 0
-        return int(read_json(self.latest / "trainer.json", JobError)["progress"]["returns"])
+        return int(read_json(self.latest / "trainer.json", JobError)["progress"].get("returns", 0))
 
     def is_due(self, run: TrainingRun) -> bool:
         """Whether a checkpoint is due after the current step."""
@@ -225,14 +225,16 @@ def resume(run: TrainingRun, path: Path) -> None:
     check_same_job(run.identity, saved.meta["identity"], path)
     _report_changes(run, saved.meta)
     values = dict(saved.meta["progress"])
-    saved_config = config_after(run.job_config, values["returns"])
+    # Checkpoints of older versions have neither "returns" nor "held_out".
+    saved_config = config_after(run.job_config, values.pop("returns", 0))
     if saved_config != run.config:  # the run has returned (see the module) since it wrote this checkpoint
         saved.scaling = convert_scaling(saved.scaling, saved_config, run.config)
         values["skipped_in_a_row"] = 0
     load_state(run, saved)
     run.setup = run.setup.with_loaded_reference(saved.method)
-    values |= {"cursor": Cursor(**values["cursor"]), "held_out": ValidationLosses(**values["held_out"])}
-    run.progress = Progress(**values | {"returns": run.progress.returns})
+    held_out = ValidationLosses(**values.pop("held_out", {}))
+    values |= {"cursor": Cursor(**values["cursor"]), "held_out": held_out, "returns": run.progress.returns}
+    run.progress = Progress(**values)
     step = run.progress.step
     run.on_event(events.message("resumed", f"Resumed from step {step}", step=step))
 
@@ -252,7 +254,7 @@ def _report_changes(run: TrainingRun, meta: dict[str, Any]) -> None:
     if saved_total is not None and total != saved_total:
         text = f"The run now ends at step {total} instead of {saved_total}; its learning rate follows the new length"
         run.on_event(events.message("length_changed", text, level="warn", total_steps=total))
-    current, saved = environment(run.config), meta["environment"]
+    current, saved = environment(run.config), {"compile": False, **meta["environment"]}  # new in 0.1.0
     if changed := [name for name in current if current[name] != saved.get(name)]:
         text = f"{', '.join(changed)} changed since the checkpoint was written: the result may differ in its last bits"
         run.on_event(events.message("machine_changed", text, level="warn"))

@@ -46,7 +46,7 @@ def export(checkpoint_dir: Path | str, out: Path | str) -> Path:
     recipe = config.fp8_recipe
     if recipe is not None and not recipe.override_linear_precision[0]:  # the forward pass ran in FP8
         scales = serving_scales(source, recipe, meta)
-        unquantized = meta["kept"]
+        unquantized = meta.get("kept", ())
         write_calibrated(
             out, source, scales, weights=weights, high_precision=unquantized, format=config.format, extra_files=extra
         )

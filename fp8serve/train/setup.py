@@ -154,6 +154,8 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         parameters = adapter_parameters(decoder) if config.lora_rank else dict(decoder.named_parameters())
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales in the model", seeded=seeded))
+    elif forward.records_kv:  # in case that the checkpoint, of an older version, has no states of keys and values
+        state.seed_scaling(forward, Path(config.model))
     for reason in forward.differences():
         on_event(message("log_probs_differ", f"A server computes other log-probabilities than this run: {reason}"))
     if config.lora_rank:
@@ -288,7 +290,7 @@ def high_precision_linears(source: Path) -> tuple[str, ...]:
     Returns () for a directory without FP8 weights: then all linear layers are trained in FP8.
     """
     if is_checkpoint(source):
-        return tuple(read_json(source / "trainer.json", JobError)["kept"])
+        return tuple(read_json(source / "trainer.json", JobError).get("kept", ()))
     return tuple(open_checkpoint(source).high_precision_linears)
 
 

@@ -80,9 +80,14 @@ def scaling_tensors(forward: Forward) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_scaling(forward: Forward, tensors: Mapping[str, Tensor]) -> None:
-    """Loads the result of `scaling_tensors`. Raises JobError if the names of the states differ."""
+    """Loads the result of `scaling_tensors`. Raises JobError if the names of the states differ.
+
+    Checkpoints of older versions have no states of keys and values if attention is in high precision. Such states are
+    then left as they are.
+    """
     expected = {f"{name}.{part}" for name, _ in scaling_states(forward) for part in FIELDS}
-    if set(tensors) != expected:
+    optional = {key for key in expected if forward.records_kv and key.rpartition(".")[0].endswith((".k", ".v"))}
+    if set(tensors) not in (expected, expected - optional):
         raise JobError(
             f"The checkpoint's scaling state does not fit this model: {min(expected ^ set(tensors))!r} is only in one "
             "of the two; start again in a new output directory."
@@ -90,7 +95,8 @@ def load_scaling(forward: Forward, tensors: Mapping[str, Tensor]) -> None:
     separate_states(forward)
     for name, state in scaling_states(forward):
         for part in FIELDS:
-            setattr(state, part, tensors[f"{name}.{part}"].to(state.scale.device, copy=True))
+            if (tensor := tensors.get(f"{name}.{part}")) is not None:
+                setattr(state, part, tensor.to(state.scale.device, copy=True))
 
 
 @torch.no_grad()

@@ -26,6 +26,9 @@ def test_json_reads_back_equal() -> None:
     assert (
         CalibrationReport.from_json(json.dumps(old)).layers[0].name == report.layers[0].name
     )  # a report of an earlier version
+    assert report.origin is not None
+    renamed = report.to_json().replace('"in_bf16":', '"kept":').replace('"origin":', '"made":')
+    assert CalibrationReport.from_json(renamed) == report
     with pytest.raises(DataError, match="not a calibration report"):
         CalibrationReport.from_json('{"model": 1}')
 
