@@ -33,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with serving(log, model=str(model), tensor_parallel=2, kv_cache_dtype="fp8") as process:
+    with serving(
+        log, model=str(model), data_dir=str(log.parent / "data"), tensor_parallel=2, kv_cache_dtype="fp8"
+    ) as process:
         yield process
 
 
@@ -55,7 +57,7 @@ def until_status(server: Process, path: str, status: int) -> None:
 def test_answers_are_those_of_one_process(server: Process, model: Path, tmp_path: Path) -> None:
     answer = server.client.post("/generate", json=QUESTION).json()
     assert server.client.get("/info").json()["engine"]["tensor_parallel"] == 2
-    with serving(tmp_path / "log", model=str(model), kv_cache_dtype="fp8") as one:
+    with serving(tmp_path / "log", model=str(model), data_dir=str(tmp_path / "data"), kv_cache_dtype="fp8") as one:
         assert one.client.post("/generate", json=QUESTION).json()["generated_text"] == answer["generated_text"]
 
 
@@ -88,7 +90,7 @@ def test_a_lost_rank_fails_what_runs_and_all_ranks_start_again(
 
 def test_all_processes_end_with_the_server(model: Path, tmp_path: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with serving(tmp_path / "log", model=str(model), tensor_parallel=2) as process:
+        with serving(tmp_path / "log", model=str(model), data_dir=str(tmp_path / "data"), tensor_parallel=2) as process:
             pids = engines(process)
             process.popen.send_signal(number)
             process.popen.wait(PATIENCE)
