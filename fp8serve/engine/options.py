@@ -157,17 +157,17 @@ class EngineOptions:
                 "cache_dir cannot be used with roll_history, because a saved prefix cache needs fixed scales; leave "
                 "one of the two out."
             )
-        if self.tensor_parallel > 1 and (name := self._option_of_one_process) is not None:
-            raise RequestError(f"{name} needs the whole model in one process; leave it or tensor_parallel out.")
+        if self.tensor_parallel > 1:
+            self._check_ranks()
         if not self.device.startswith(("cuda", AUTO)) and (self.gpu_memory is not None or self.cuda_graphs):
             name = "cuda_graphs" if self.gpu_memory is None else "gpu_memory"
             raise RequestError(f"{name} is for a GPU, and the device is {self.device!r}; leave it out or use a GPU.")
 
-    @property
-    def _option_of_one_process(self) -> str | None:
-        """The name of an option that is set and that tensor_parallel does not support, or None."""
-        names = {"cache_dir": self.cache_dir, "roll_history": self.roll_history, "cuda_graphs": self.cuda_graphs}
-        return next((name for name, value in names.items() if value), None)
+    def _check_ranks(self) -> None:
+        """Raises RequestError for an option that tensor_parallel does not support."""
+        for name in ("cache_dir", "roll_history", "cuda_graphs"):
+            if getattr(self, name):
+                raise RequestError(f"{name} needs the whole model in one process; leave it or tensor_parallel out.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "EngineOptions":
