@@ -136,10 +136,9 @@ class Adapters:
     def _layer_weights(self, linear: str, low: "LinearAdapter") -> AdapterWeights:
         base = self.model.get_submodule(linear)
         device = cast(Tensor, base.weight).device
-        a, b, magnitude = low.a.to(device), low.b, low.magnitude
-        if (rows := getattr(base, "row_ranges", None)) is not None:  # the layer has some rows of the weight
-            b, magnitude = (None if x is None else torch.cat([x[part] for part in rows]) for x in (b, magnitude))
-        b, magnitude = b.to(device), None if magnitude is None else magnitude.to(device)
+        rows = getattr(base, "row_ranges", [slice(None)])  # those of the weight that the layer has (fp8/sharded.py)
+        a, b = low.a.to(device), torch.cat([low.b[part] for part in rows]).to(device)
+        magnitude = None if low.magnitude is None else torch.cat([low.magnitude[part] for part in rows]).to(device)
         return AdapterWeights(a, b, low.scaling, dora_factor(base, a, b, low.scaling, magnitude))
 
     def free(self, adapter: LoadedAdapter) -> None:

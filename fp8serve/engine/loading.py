@@ -5,6 +5,7 @@ other's results. So the engine computes a dynamic scale for each token's row ins
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -216,7 +217,7 @@ def load(
             options.kv_cache_dtype,
         )
     model.set_max_length(cache_plan.max_model_len)
-    create_runner = Runner
+    create_runner: Callable[..., Runner] = Runner
     if group is not None and group.ranks.is_first:
         from fp8serve.engine.leader import LeadingRunner  # here, because it imports DTensor, which takes a second
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -99,11 +99,12 @@ class RankGroup:
         """Leaves the error that ends this rank for rank 0."""
         self._store.set(ERROR_KEY, json.dumps(describe_error(error)))
 
-    def _reported_error(self) -> Exception | None:
+    def _reported_error(self) -> Fp8ServeError | None:
         try:
-            return to_exception(json.loads(self._store.get(ERROR_KEY))) if self._store.check([ERROR_KEY]) else None
+            text = self._store.get(ERROR_KEY) if self._store.check([ERROR_KEY]) else None
         except RuntimeError:  # the store is lost
             return None
+        return None if text is None else cast(Fp8ServeError, to_exception(json.loads(text), MachineError))
 
     def close(self) -> None:
         """Ends the other ranks and leaves the group."""
@@ -122,11 +123,11 @@ class RankGroup:
             return
         if not self.ranks.is_first:
             end_process(1)
-        self._loss = self._reported_error() or MachineError(loss)
+        self._loss = error = self._reported_error() or MachineError(loss)
         self._is_lost.set()
         end_children(self._children)
         if self._on_loss is not None:
-            self._on_loss(self._loss)
+            self._on_loss(error)
 
     def _wait_for_loss(self) -> str | None:
         """Adds to this rank's counter every second, and returns a message when a rank that this one depends on is lost,

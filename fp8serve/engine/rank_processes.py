@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from fp8serve import __version__, logs
 from fp8serve.engine.defaults import with_device
@@ -51,7 +52,7 @@ def start(model_dir: Path, options: EngineOptions, on_loss: OnLoss | None = None
         return _join_started(model_dir, options, on_loss)
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     children: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(1, options.tensor_parallel):
@@ -87,7 +88,7 @@ def _connect(
         if on_gpu:
             torch.cuda.set_device(rank)
         with _loopback():
-            ranks = join_group(dist.PrefixStore("group", store), rank, options.tensor_parallel, on_gpu=on_gpu)
+            ranks = join_group(PrefixStore("group", store), rank, options.tensor_parallel, on_gpu=on_gpu)
     except RuntimeError as error:
         raise GroupError(f"The ranks of the engine could not connect; torch says: {one_line(error)}.") from None
     return _create_group(model_dir, options, ranks, rank, ranks.size, RankGroup(ranks, watch_store, children, on_loss))
@@ -101,7 +102,7 @@ def _join_started(model_dir: Path, options: EngineOptions, on_loss: OnLoss | Non
         )
     ranks = join_torchrun(options.device)
     store = _connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    attempt = dist.PrefixStore(f"engine {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = PrefixStore(f"engine {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     return _create_group(model_dir, options, ranks, local_rank, local_size, RankGroup(ranks, attempt, (), on_loss))
 
@@ -125,8 +126,8 @@ def _create_group(
 
 def _identity(model_dir: Path, options: EngineOptions) -> dict[str, object]:
     """Returns what must be equal on all ranks. Paths may differ."""
-    names = "recipe", "head_dtype", "kv_cache_dtype", "invariant", "max_lora_rank"
-    names += "max_num_seqs", "max_model_len", "max_batch_tokens", "block_size"
+    names = ["recipe", "head_dtype", "kv_cache_dtype", "invariant", "max_lora_rank"]
+    names += ["max_num_seqs", "max_model_len", "max_batch_tokens", "block_size"]
     files = [(path.name, path.stat().st_size) for path in sorted(model_dir.glob("*.safetensors"))]
     digest = hashlib.sha256((model_dir / "config.json").read_bytes() + repr(files).encode()).hexdigest()
     versions = {"fp8serve's version": __version__, "torch's version": torch.__version__}
@@ -171,7 +172,7 @@ def _wait_for_all(store: Any, children: Sequence[subprocess.Popen[bytes]]) -> No
 def _connect_store(host: str, port: int) -> Any:
     """Returns a new connection to a store. Each thread needs its own, because a connection blocks while it waits."""
     try:
-        return dist.TCPStore(host, port, is_master=False)
+        return TCPStore(host, port, is_master=False)
     except RuntimeError as error:
         raise GroupError(f"The store of the ranks at {host}:{port} cannot be reached: {one_line(error)}.") from None
 

@@ -91,7 +91,8 @@ def flatten(work: Sequence[Work], block_size: int, device: torch.device, samples
 def pack(step: StepTensors) -> Tensor:
     """Returns a step on the CPU as one tensor, int64 [n], for other ranks: the sizes of its tensors, then all values. A
     tensor that is None has the size -1."""
-    parts = step.token_ids, step.positions, step.slots, *_parts(step.queries), step.last, step.adapters
+    parts: list[Tensor | None] = [step.token_ids, step.positions, step.slots, *_parts(step.queries)]
+    parts += [step.last, step.adapters]
     parts += () if step.last is None else _parts(step.last_queries)
     sizes = [-1 if part is None else part.numel() for part in parts]
     values = [part.reshape(-1).to(torch.long) for part in parts if part is not None]
@@ -105,7 +106,7 @@ def unpack(values: Tensor, device: torch.device) -> StepTensors:
     rest = iter(values[1 + count :].to(device).split_with_sizes([size for size in sizes if size >= 0]))
     parts = [next(rest) if size >= 0 else None for size in sizes[:8]]
     token_ids, positions, slots, *first, last, adapters = parts
-    queries = _from_parts(*first)
+    queries = _from_parts(*first)  # type: ignore[arg-type]  # none is None
     last_queries = queries if last is None else _from_parts(*rest)
     return StepTensors(token_ids, positions, slots, queries, last, last_queries, adapters)  # type: ignore[arg-type]
 

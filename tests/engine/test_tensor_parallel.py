@@ -169,6 +169,17 @@ def test_what_cannot_be_divided_is_refused_before_a_process_starts(
 
 
 @pytest.mark.distributed
+def test_a_model_that_two_processes_have_trained_is_served_by_four(models: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "Once upon a time there was a model."}\n' * 4)
+    arguments = "--data", str(data), "--out", str(tmp_path / "job"), "--procs", "2", "--accumulate", "2"
+    command = [sys.executable, "-m", "fp8serve", "finetune", str(models / "llama"), *arguments, "--max-steps", "2"]
+    subprocess.run([*command, "--seq-len", "32"], check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
+    trained = tmp_path / "job" / "model"
+    assert answers(trained, 4) == answers(trained, 1)
+
+
+@pytest.mark.distributed
 def test_the_weights_of_several_processes_cannot_be_replaced(models: Path) -> None:
     with engine(models / "llama", 2, recipe="bf16") as two:
         with pytest.raises(RequestError, match="tensor_parallel cannot be replaced"):

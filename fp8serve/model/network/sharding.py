@@ -65,13 +65,14 @@ def _shard_layer(layer: Layer, shard: Shard) -> None:
     if isinstance(attention, LatentAttention):
         _shard_latent_attention(attention, shard)
     else:
-        _shard_attention(cast(Attention, attention), shard)
-    gather(cast(nn.Module, attention.o_proj), shard)
+        _shard_attention(attention, shard)
+    gather(attention.o_proj, shard)
     if isinstance(mlp, Mixture):
         _shard_mixture(mlp, shard)
     else:
-        (mlp.up if isinstance(mlp, ApertusMLP) else cast(MLP, mlp).gate_up).shard(shard)
-        gather(mlp.down_proj, shard)
+        dense = cast(MLP | ApertusMLP, mlp)
+        (dense.up if isinstance(dense, ApertusMLP) else dense.gate_up).shard(shard)
+        gather(dense.down_proj, shard)
 
 
 def _shard_attention(attention: Attention, shard: Shard) -> None:
@@ -79,9 +80,10 @@ def _shard_attention(attention: Attention, shard: Shard) -> None:
     for norm in (attention.q_norm, attention.k_norm):
         if isinstance(norm, LayerNorm) and norm.weight.dim() == 2:  # one row for each head
             keep_rows(norm, shard)
-    if attention.sinks is not None:
-        rows = [shard.rows(len(attention.sinks))]
-        attention.sinks = nn.Parameter(take_rows(attention.sinks.detach(), rows), requires_grad=False)
+    sinks = attention._parameters["sinks"]
+    if sinks is not None:
+        own_sinks = take_rows(sinks.detach(), [shard.rows(len(sinks))])
+        attention.sinks = nn.Parameter(own_sinks, requires_grad=False)
 
 
 def _shard_latent_attention(attention: LatentAttention, shard: Shard) -> None:
