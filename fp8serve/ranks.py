@@ -26,6 +26,7 @@ from fp8serve.fp8.torch_private import clear_dtensor_caches
 T = TypeVar("T")
 R = TypeVar("R")
 Tensors = Mapping[str, Tensor]
+_PEER_LOST_MESSAGES = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
 TIMEOUT = timedelta(days=7)  # ranks wait while rank 0 measures and writes; torchrun ends them if rank 0 fails
 
 
@@ -128,6 +129,11 @@ class Ranks:
 ALONE = Ranks()
 
 
+def is_peer_lost(error: Exception) -> bool:
+    """Returns whether a collective has failed because another process has ended."""
+    return any(message in str(error) for message in _PEER_LOST_MESSAGES)
+
+
 def is_rank() -> bool:
     """Returns whether torchrun has started this process together with others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -146,7 +152,7 @@ def torchrun(device: str = "cpu") -> Iterator[Ranks]:
     if not is_rank():
         yield ALONE
         return
-    ranks = _join_group(device)
+    ranks = join_torchrun(device)
     try:
         yield ranks
     except Fp8ServeError:
@@ -154,16 +160,11 @@ def torchrun(device: str = "cpu") -> Iterator[Ranks]:
             raise
         raise SystemExit(1) from None
     finally:
-        dist.destroy_process_group()
-        clear_dtensor_caches()
-        gc.collect()  # reference cycles of FSDP contain the group
+        leave_group()
 
 
-def _join_group(device: str) -> Ranks:
-    """Initializes the default group and returns when every rank is connected to all others.
-
-    Without this barrier, a rank that exits early would close connections that another rank is still opening.
-    """
+def join_torchrun(device: str) -> Ranks:
+    """Joins the default group of the processes that torchrun has started. Raises GroupError if they cannot connect."""
     on_gpu = device.startswith("cuda")
     try:
         if on_gpu:
@@ -172,11 +173,27 @@ def _join_group(device: str) -> Ranks:
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # a single launcher reuses its store after a restart, so the store holds addresses of dead processes
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        dist.all_reduce(torch.zeros(()))
+        return join_group(store, rank, size, on_gpu=on_gpu)
     except RuntimeError as error:
         raise GroupError(
             f"The processes that torchrun started could not connect; torch says: {one_line(error)}."
         ) from error
+
+
+def join_group(store: Any, rank: int, size: int, *, on_gpu: bool) -> Ranks:
+    """Initializes the default group and returns when every rank is connected to all others.
+
+    Without this barrier, a rank that exits early would close connections that another rank is still opening. Raises
+    RuntimeError if the processes cannot connect.
+    """
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.all_reduce(torch.zeros(()))
     return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def leave_group() -> None:
+    """Destroys the default group and releases it, so that its threads end."""
+    dist.destroy_process_group()
+    clear_dtensor_caches()
+    gc.collect()  # reference cycles of FSDP contain the group

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "fp8": {"fp8", "errors", "options", "processes"},
     "model": {"model", "fp8", "errors", "options", "processes"},
-    "engine": {"engine", "model", "fp8", "errors", "options", "processes", "logs"},
+    "engine": {"engine", "model", "fp8", "errors", "options", "processes", "logs", "ranks"},
     "calibration": {"calibration", "charts", "model", "fp8", "errors", "options", "ranks"},
     "train": {"train", "model", "fp8", "errors", "options", "processes", "ranks"},
     "client": {"client", "errors", "options"},

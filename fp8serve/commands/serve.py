@@ -12,6 +12,7 @@ Examples:
   fp8serve serve ./llama --recipe current --port 8080
   fp8serve serve ./llama-fp8 --served-model-name llama --served-model-name gpt-4o-mini
   fp8serve serve ./llama-fp8 --adapter tutor=./run/model
+  fp8serve serve ./llama-fp8 --tensor-parallel 2
   fp8serve serve ./llama-fp8 --draft-model ./small-llama-fp8
   fp8serve serve ./llama-fp8 --model small=./minilm,recipe=bf16 --models-dir ./more
   fp8serve serve ./llama-fp8 --limit queue=2048 --limit streams=2048
@@ -19,9 +20,9 @@ Examples:
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -70,7 +71,19 @@ def command(
 
         listener = None if fd is None else adopt(fd)
         address = {} if listener is None else dict(zip(("host", "port"), listener.getsockname(), strict=False))
-        run(settings(api_key=secret, limits=limits_of(limit or []), **models, **address), listener=listener)
+        complete = settings(api_key=secret, limits=limits_of(limit or []), **models, **address)
+        if complete.tensor_parallel > 1 and int(os.environ.get("RANK", "0")) > 0:
+            follow_server(complete)
+        run(complete, listener=listener)
+
+
+def follow_server(settings: Settings) -> NoReturn:
+    """Runs a rank other than 0 of the engine whose server runs on rank 0; torchrun has started both."""
+    from fp8serve.engine.defaults import worker_options
+    from fp8serve.engine.engine import Engine
+
+    Engine(settings.model, **asdict(worker_options(settings.engine, settings.model)))
+    raise AssertionError("an engine on a rank other than 0 does not return")
 
 
 def limits_of(arguments: Sequence[str]) -> ServerLimits:

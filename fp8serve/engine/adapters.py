@@ -72,15 +72,21 @@ class Adapters:
         if the name is in use, and MachineError if memory is short. After an error nothing has changed."""
         if name in self.by_name:
             raise RequestError(f"There is an adapter {shown(name)} already; unload it first, or choose another name.")
+        self.by_name[name] = adapter = self.read(name, directory)
+        return adapter
+
+    def read(self, name: str, directory: Path) -> LoadedAdapter:
+        """Reads an adapter from a PEFT directory, gives it the next number, and applies it to the rows that have this
+        number. Raises the errors of `load`."""
+        number = next(self._numbers)
         from fp8serve.model.adapters import read_adapter  # imported here because it needs safetensors
 
         low_ranks = read_adapter(directory, self.model.config)
         self._check(directory, low_ranks)
-        number = next(self._numbers)
         weights = {linear: self._layer_weights(linear, low) for linear, low in low_ranks.items()}
         rank, size = max(low.a.shape[0] for low in low_ranks.values()), sum(low.nbytes for low in low_ranks.values())
         adapter = LoadedAdapter(name, number, _digest(low_ranks), rank, size, weights)
-        self._by_number[number] = self.by_name[name] = adapter
+        self._by_number[number] = adapter
         self._rebuild_stacks(weights)
         return adapter
 
@@ -130,14 +136,23 @@ class Adapters:
     def _layer_weights(self, linear: str, low: "LinearAdapter") -> AdapterWeights:
         base = self.model.get_submodule(linear)
         device = cast(Tensor, base.weight).device
-        a, b = low.a.to(device), low.b.to(device)
-        magnitude = None if low.magnitude is None else low.magnitude.to(device)
+        rows = getattr(base, "row_ranges", [slice(None)])  # those of the weight that the layer has (fp8/sharded.py)
+        a, b = low.a.to(device), torch.cat([low.b[part] for part in rows]).to(device)
+        magnitude = None if low.magnitude is None else torch.cat([low.magnitude[part] for part in rows]).to(device)
         return AdapterWeights(a, b, low.scaling, dora_factor(base, a, b, low.scaling, magnitude))
+
+    def free(self, adapter: LoadedAdapter) -> None:
+        """Frees the memory of an adapter that no sequence uses."""
+        del self._by_number[adapter.number]
+        self._rebuild_stacks(adapter.weights)
+
+    def free_number(self, number: int) -> None:
+        """Frees the memory of the adapter with this number."""
+        self.free(self._by_number[number])
 
     def _free_if_unused(self, adapter: LoadedAdapter) -> None:
         if adapter.is_unloaded and adapter.num_users == 0:
-            del self._by_number[adapter.number]
-            self._rebuild_stacks(adapter.weights)
+            self.free(adapter)
 
     def _rebuild_stacks(self, linears: Iterable[str]) -> None:
         """Rebuilds the stacked adapters of these linear layers from all adapters in memory."""

@@ -360,6 +360,8 @@ class EngineClient:
             case "ready":
                 self.info, self.limits = message["info"], EngineLimits(**message["limits"])
                 self._ready.set_result(None)
+            case "failed" if self._ready.done():
+                self._kill_reason = message["message"]
             case "failed":
                 self._ready.set_exception(to_exception(message, MachineError))
 

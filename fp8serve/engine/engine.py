@@ -14,13 +14,15 @@ choose their kernel by the number of rows (docs/cuda.md).
 
 import math
 import time
+import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -37,6 +39,7 @@ from fp8serve.engine.sampler import NOT_FINITE, SamplingPlan, launch_sampling
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler, StepWork, Work
 from fp8serve.engine.sequence import Sequence, Status, StepOutput, to_request_output
+from fp8serve.engine.task import check_generates
 from fp8serve.engine.text import TextStream
 from fp8serve.engine.weights import replace_weights
 from fp8serve.errors import MachineError, RequestError
@@ -45,6 +48,9 @@ from fp8serve.model.formats.scales import save_scales
 from fp8serve.model.text.tokenizer import missing_tokenizer_message
 from fp8serve.options import known_fields
 from fp8serve.processes import Phases
+
+if TYPE_CHECKING:
+    from fp8serve.engine.rank_group import OnLoss, RankGroup
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """The bounds of the histogram of tokens per step in `Engine.stats`."""
@@ -57,17 +63,35 @@ class Engine:
     suit the model, and MachineError if the KV cache does not fit in memory.
     """
 
-    def __init__(self, model_dir: str | Path, *, model: Model | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        model: Model | None = None,
+        on_loss: "OnLoss | None" = None,
+        **options: Any,
+    ) -> None:
         """Loads a model.
 
         Args:
             model: a network with weights, as `load_servable` returns it. The engine takes ownership of it and reads
                 only the configuration and the tokenizer from `model_dir`.
+            on_loss: is called in another thread if the processes of `tensor_parallel` can no longer continue.
             options: the fields of EngineOptions. `recipe` may also be a Recipe, and `scales` a Path.
         """
         start_time = time.monotonic()
         self.phases = Phases()
-        self.loaded = loading.load(Path(model_dir), EngineOptions.of(options), model, self.phases)
+        self._group: RankGroup | None = None
+        engine_options = EngineOptions.of(options)
+        if engine_options.tensor_parallel > 1:
+            engine_options = self._start_ranks(Path(model_dir), engine_options, model, on_loss)
+        errors = nullcontext() if self._group is None else self._group.errors()
+        try:
+            with errors:
+                self.loaded = loading.load(Path(model_dir), engine_options, model, self.phases, self._group)
+        except BaseException:
+            self.close()
+            raise
         self.options = self.loaded.options
         self.tokenizer = self.loaded.tokenizer
         self.eos_ids = self.loaded.config.eos_token_ids
@@ -91,10 +115,35 @@ class Engine:
         self._flight: Flight | None = None  # the launched step that has not landed
         self._outputs: list[StepOutput] = []  # of the current call of `run_step`
         # Whether a step is launched before the previous one lands. Drafts need the values of all previous tokens.
-        self.async_scheduling = self.loaded.runner.device.type == "cuda" and not self.options.drafted_tokens
+        # Ranks of a group get the values with each step.
+        is_on_gpu = self.loaded.runner.device.type == "cuda"
+        self.async_scheduling = is_on_gpu and not self.options.drafted_tokens and self._group is None
         self.weights_version = 0  # how often the weights were replaced
         self._staged: loading.StagedWeights | None = None
         self._load_seconds = time.monotonic() - start_time
+
+    def _start_ranks(
+        self, model_dir: Path, options: EngineOptions, model: Model | None, on_loss: "OnLoss | None"
+    ) -> EngineOptions:
+        """Connects with the other ranks and returns the options of this one. On other ranks than 0, which torchrun has
+        started, follows rank 0 and never returns."""
+        from fp8serve.engine import rank_processes  # here, because it imports DTensor, which takes a second
+
+        if model is not None:
+            raise RequestError("An engine with tensor_parallel loads its weights itself; leave model or it out.")
+        check_generates(model_dir, options.task)
+        self._group, options = rank_processes.start(model_dir, options, on_loss)
+        if not self._group.ranks.is_first:
+            from fp8serve.engine.follower import follow
+
+            follow(self._group, model_dir, options)
+        weakref.finalize(self, self._group.close)
+        return options
+
+    def close(self) -> None:
+        """Ends the other processes of an engine with `tensor_parallel`. Otherwise there is nothing to end."""
+        if self._group is not None:
+            self._group.close()
 
     def add_request(self, request: Request, arrived: float | None = None) -> None:
         """Queues a request. `arrived` is the time at which it arrived, on the monotonic clock; by default now. Raises
@@ -301,6 +350,7 @@ class Engine:
 
     def _check_can_swap(self) -> None:
         """Raises RequestError if adapters, scales or a saved cache of this engine belong to the served weights."""
+        self._check_one_process()
         if self.adapters.by_name:
             raise RequestError(
                 "Weights cannot be exchanged while adapters are loaded, which belong to the served weights."
@@ -326,7 +376,14 @@ class Engine:
             )
         self._land()
 
+    def _check_one_process(self) -> None:
+        if self._group is not None:
+            raise RequestError(
+                "The weights of an engine with tensor_parallel cannot be replaced; start another engine with them."
+            )
+
     def _check_can_load_weights(self) -> None:
+        self._check_one_process()
         self._finish_steps()
         if self.adapters.by_name:
             name = next(iter(self.adapters.by_name))

@@ -5,10 +5,12 @@ other's results. So the engine computes a dynamic scale for each token's row ins
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +46,7 @@ from fp8serve.model.config.model_config import ModelConfig, computed_by_notes
 from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.formats.microscaling import widened_notes
 from fp8serve.model.formats.scales import FILE_NAME, load_scales
+from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import expert_row_counts, mixtures, reset_token_counts
 from fp8serve.model.storage.files import present
@@ -51,6 +54,9 @@ from fp8serve.model.storage.opening import real_path
 from fp8serve.model.stored_checkpoint import dropped_inputs_notes, ignored_notes, matrices_notes
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.processes import Phases
+
+if TYPE_CHECKING:
+    from fp8serve.engine.rank_group import RankGroup
 
 log = logging.getLogger("fp8serve.engine")
 FP8_CACHE_DIFFERS = (
@@ -98,6 +104,7 @@ class LoadedModel:
             "kv_cache_dtype": options.kv_cache_dtype,
             "head_dtype": options.head_dtype,
             "invariant": options.invariant,
+            "tensor_parallel": options.tensor_parallel,
             "max_model_len": self.plan.max_model_len,
             "max_num_seqs": options.num_seqs,
             "max_batch_tokens": options.step_tokens,
@@ -142,9 +149,14 @@ class LoadedModel:
 
 
 def load(
-    model_dir: Path, options: EngineOptions, network: Model | None = None, phases: Phases | None = None
+    model_dir: Path,
+    options: EngineOptions,
+    network: Model | None = None,
+    phases: Phases | None = None,
+    group: "RankGroup | None" = None,
 ) -> LoadedModel:
-    """Loads a model directory. If `network` is given, its weights are used. Raises the errors of `Engine`.
+    """Loads a model directory. If `network` is given, its weights are used. All ranks of a `group` call this function,
+    and each gets its part of the model. Raises the errors of `Engine`.
 
     `phases` measures opening the device (with the kernels' self-check), reading the weights, allocating the KV cache,
     capturing graphs, and the rest.
@@ -154,6 +166,13 @@ def load(
     device = torch.device(options.device)
     phases.end("device")
     config = read_config(model_dir)
+    cached_config = config
+    if group is not None:
+        from fp8serve.model.network.sharding import shard_config
+
+        cached_config = shard_config(config, group.ranks.size)
+        if options.kv_cache_bytes is not None:
+            options = replace(options, kv_cache_bytes=options.kv_cache_bytes // group.ranks.size)
     check_generates(model_dir, options.task)
     if device.type == "cuda" and config.head_dim > MAX_GPU_HEAD_DIM:
         raise ModelError(
@@ -168,11 +187,10 @@ def load(
     draft_dir = None if options.draft_model is None else Path(options.draft_model)
     draft_model_config = None if draft_dir is None else draft_config(draft_dir, model_dir, config)
     # On a CPU, a cache that does not fit is refused before the weights are loaded.
-    cache_plan = None if device.type == "cuda" else plan_cache(config, options, cache_dtype, draft=draft_model_config)
+    plan = partial(plan_cache, cached_config, options, cache_dtype, draft=draft_model_config)
+    cache_plan = None if device.type == "cuda" else plan() if group is None else group.ranks.run_on_first(plan)
     check_length(config, options)
-    model = network or load_servable(
-        model_dir, parse_recipe(options.recipe), _path(options.scales), options.device, head=options.head_dtype
-    )
+    model = network or _load_model(model_dir, options, group)
     loaded_draft = None if draft_dir is None else load_draft(draft_dir, model, options)
     phases.end("weights")
     frozen = _frozen(model)
@@ -186,7 +204,9 @@ def load(
     if cache_scales is None and network is None and (reason := kv_scales_error(model_dir, scales)) is not None:
         log.warning("%s: the KV cache is BF16. It cannot be FP8 with this model's scales: %s", model_dir, reason)
     if cache_plan is None:
-        cache_plan, options = plan_gpu_cache(model, config, options, cache_dtype, draft_model_config)
+        cache_plan, options = plan_gpu_cache(model, cached_config, options, cache_dtype, draft_model_config)
+        if group is not None:
+            cache_plan = min(group.ranks.gather(cache_plan), key=lambda plan: plan.num_blocks)
         log.info(
             "on %s: %d sequences, %d tokens a step, %d prompt tokens while others decode, %d tokens of KV cache in %s",
             device,
@@ -197,7 +217,20 @@ def load(
             options.kv_cache_dtype,
         )
     model.set_max_length(cache_plan.max_model_len)
-    runner = Runner(model, cache_plan.num_blocks, options.block_size, cache_dtype, cache_scales, options.max_lora_rank)
+    create_runner: Callable[..., Runner] = Runner
+    if group is not None and group.ranks.is_first:
+        from fp8serve.engine.leader import LeadingRunner  # here, because it imports DTensor, which takes a second
+
+        create_runner = partial(LeadingRunner, group)
+    runner = create_runner(
+        model,
+        cache_plan.num_blocks,
+        options.block_size,
+        cache_dtype,
+        cache_scales,
+        options.max_lora_rank,
+        cached_config.num_kv_heads,
+    )
     counters = InputCounters(frozen, (stack for experts in mixtures(model).values() for stack in experts.stacks()))
     phases.end("cache")
     graphs = _capture_graphs(runner, frozen, options, cache_plan)
@@ -234,6 +267,19 @@ def load(
     )
     phases.end("tokenizer and grammars")
     return loaded
+
+
+def _load_model(model_dir: Path, options: EngineOptions, group: "RankGroup | None") -> Model:
+    """Loads the network, or this rank's part of it. Parts are taken on the CPU, because a GPU may be smaller than the
+    model."""
+    recipe, scales = parse_recipe(options.recipe), _path(options.scales)
+    if group is None:
+        return load_servable(model_dir, recipe, scales, options.device, head=options.head_dtype)
+    from fp8serve.model.network.sharding import shard_decoder
+
+    model = load_servable(model_dir, recipe, scales, "cpu", head=options.head_dtype)
+    shard_decoder(cast(Decoder, model), group.shard)
+    return model.to(options.device)
 
 
 def open_device(model_dir: Path, options: EngineOptions) -> EngineOptions:

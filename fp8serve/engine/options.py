@@ -17,6 +17,7 @@ KvDtype = Literal["bf16", "fp8"]
 CPU_NUM_SEQS, CPU_BATCH_TOKENS, CPU_PREFILL_TOKENS = 16, 512, 128  # defaults.py has those of a GPU
 DERIVED = "derived from the GPU; on a CPU"
 MAX_LORA_RANK = 256
+LOST_SECONDS = 8.0  # without a sign of life, after which a rank of tensor_parallel counts as lost
 DEFAULT_DRAFT_TOKENS = 4  # of a draft model, if speculative_tokens is not set
 
 
@@ -60,7 +61,9 @@ class EngineOptions:
     ] = None
     block_size: Annotated[int, Ge(1), About("Tokens in a block of the KV cache.")] = 16
     kv_cache_bytes: Annotated[
-        int | None, Ge(1), About("Bytes of the KV cache.", unset="a quarter of the free memory; on a GPU, all")
+        int | None,
+        Ge(1),
+        About("Bytes of the KV cache, of all ranks together.", unset="a quarter of the free memory; on a GPU, all"),
     ] = None
     num_blocks: Annotated[int | None, Ge(1), About("Number of blocks of the KV cache.", unset="as many as fit")] = None
     max_batch_tokens: Annotated[
@@ -116,6 +119,14 @@ class EngineOptions:
             "and log-probabilities are those of training. On a GPU this is slower; a CPU always does it."
         ),
     ] = False
+    tensor_parallel: Annotated[
+        int,
+        Ge(1),
+        Le(1024),
+        About(
+            "Processes that divide the model among them, each with a GPU of its own. Outputs do not change on a CPU."
+        ),
+    ] = 1
     cache_dir: Annotated[
         str | None,
         Len(1),
@@ -146,9 +157,17 @@ class EngineOptions:
                 "cache_dir cannot be used with roll_history, because a saved prefix cache needs fixed scales; leave "
                 "one of the two out."
             )
+        if self.tensor_parallel > 1:
+            self._check_ranks()
         if not self.device.startswith(("cuda", AUTO)) and (self.gpu_memory is not None or self.cuda_graphs):
             name = "cuda_graphs" if self.gpu_memory is None else "gpu_memory"
             raise RequestError(f"{name} is for a GPU, and the device is {self.device!r}; leave it out or use a GPU.")
+
+    def _check_ranks(self) -> None:
+        """Raises RequestError for an option that tensor_parallel does not support."""
+        for name in ("cache_dir", "roll_history", "cuda_graphs"):
+            if getattr(self, name):
+                raise RequestError(f"{name} needs the whole model in one process; leave it or tensor_parallel out.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "EngineOptions":

@@ -43,7 +43,6 @@ from fp8serve.fp8.batch_invariant import log_softmax
 from fp8serve.fp8.change_tracking import CapturedModel
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.lora import NO_ADAPTER
 from fp8serve.model.building import Model
 from fp8serve.model.network.rotary import Heads, PendingHeads, Rotation
 
@@ -79,13 +78,15 @@ class Runner:
         cache_dtype: torch.dtype,
         scales: list[KvScale] | None = None,
         max_lora_rank: int = MAX_LORA_RANK,
+        num_kv_heads: int | None = None,
     ) -> None:
-        """`scales` has the scales of each layer if `cache_dtype` is FP8, and is None otherwise."""
+        """`scales` has the scales of each layer if `cache_dtype` is FP8, and is None otherwise. `num_kv_heads` are the
+        heads of keys and values, by default those of the configuration."""
         config = model.config
         self.model = model
         self.block_size = block_size
         self.device = next(model.parameters()).device
-        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, num_blocks, block_size, num_kv_heads or config.num_kv_heads, config.head_dim)
         self.k_cache = _zeros(shape, cache_dtype, self.device)
         self.v_cache = self.k_cache if config.latent else _zeros(shape, cache_dtype, self.device)
         self._layer_caches = list(zip(self.k_cache, self.v_cache, strict=True))
@@ -152,14 +153,14 @@ class Runner:
                 tokens = item.seq.token_ids[positions.start + 1 : positions.stop + 1]
                 rows = hidden[start : start + len(positions)]
                 scores.append((item.seq, self._score(rows, tokens, item.seq.params.prompt_logprobs or 0)))
-        return self.model.logits(hidden[to_device(sample_rows, torch.long, self.device)]), scores
+        return self._logits(hidden[to_device(sample_rows, torch.long, self.device)]), scores
 
     def _score(self, hidden: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
         """Returns the log-probabilities of `tokens` from the hidden state of the token before each of them."""
         scores: list[TokenLogprob] = []
         for rows in torch.split(hidden, SCORED_ROWS):
             targets = tokens[len(scores) : len(scores) + len(rows)]
-            logprobs = log_softmax(self.model.logits(rows))
+            logprobs = log_softmax(self._logits(rows))
             target_logprobs = logprobs.gather(1, to_device(targets, torch.long, logprobs.device)[:, None])
             best = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), -1)
             columns = (targets, target_logprobs[:, 0].tolist(), best.indices.tolist(), best.values.tolist())
@@ -269,16 +270,19 @@ class Runner:
     def _hidden_states(self, work: list[Work]) -> Tensor:
         """Runs the model, with the adapter of each sequence, and returns the hidden states of the tokens that need
         logits, [R, hidden]."""
-        step = flatten(work, self.block_size, self.device, self._samples)
-        if any(item.seq.adapter is not None for item in work):
-            numbers = [NO_ADAPTER if item.seq.adapter is None else item.seq.adapter.number for item in work]
-            counts = to_device([item.count for item in work], torch.long, self.device)
-            rows = to_device(numbers, torch.long, self.device).repeat_interleave(counts)
-            self.adapters.assignment.begin(rows, step.last)
+        return self.run_step(flatten(work, self.block_size, self.device, self._samples))
+
+    def run_step(self, step: StepTensors) -> Tensor:
+        """Computes a step and returns the hidden states of the tokens that need logits, [R, hidden]."""
+        if step.adapters is not None:
+            self.adapters.assignment.begin(step.adapters, step.last)
         try:
             return self._run_model(step)
         finally:
             self.adapters.assignment.end()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)
 
     def _run_model(self, step: StepTensors) -> Tensor:
         attend = partial(self._rotate_and_attend, step)

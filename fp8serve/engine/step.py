@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8serve.engine.scheduler import Work
+from fp8serve.fp8.lora import NO_ADAPTER
 
 IntArray = NDArray[np.int64]
 
@@ -48,6 +49,7 @@ class StepTensors:
     queries: Queries  # of all T tokens
     last: Tensor | None  # int64 [R]: the tokens that need logits; None if all T need them
     last_queries: Queries  # of the tokens in `last`
+    adapters: Tensor | None = None  # int64 [T]: the number of each token's adapter; None if no token has one
 
 
 def flatten(work: Sequence[Work], block_size: int, device: torch.device, samples: Tensor | None = None) -> StepTensors:
@@ -73,8 +75,9 @@ def flatten(work: Sequence[Work], block_size: int, device: torch.device, samples
     if promised and samples is not None:
         id_tensor.index_copy_(0, promised_tensor, samples.index_select(0, source_tensor).clamp(min=0))
     queries = _queries(starts, lengths, tables, device)
+    adapters = _adapter_numbers(work, counts, device)
     if len(last) == len(token_ids):
-        return StepTensors(id_tensor, position_tensor, slot_tensor, queries, None, queries)
+        return StepTensors(id_tensor, position_tensor, slot_tensor, queries, None, queries, adapters)
     with_logits = [row for row, n in enumerate(num_logits) if n]
     last_queries = _queries(
         [0, *itertools.accumulate(num_logits[row] for row in with_logits)],
@@ -82,7 +85,47 @@ def flatten(work: Sequence[Work], block_size: int, device: torch.device, samples
         tables[with_logits, : max((len(work[row].seq.block_table) for row in with_logits), default=0)],
         device,
     )
-    return StepTensors(id_tensor, position_tensor, slot_tensor, queries, last_tensor, last_queries)
+    return StepTensors(id_tensor, position_tensor, slot_tensor, queries, last_tensor, last_queries, adapters)
+
+
+def pack(step: StepTensors) -> Tensor:
+    """Returns a step on the CPU as one tensor, int64 [n], for other ranks: the sizes of its tensors, then all values. A
+    tensor that is None has the size -1."""
+    parts: list[Tensor | None] = [step.token_ids, step.positions, step.slots, *_parts(step.queries)]
+    parts += [step.last, step.adapters]
+    parts += () if step.last is None else _parts(step.last_queries)
+    sizes = [-1 if part is None else part.numel() for part in parts]
+    values = [part.reshape(-1).to(torch.long) for part in parts if part is not None]
+    return torch.cat([torch.tensor([len(sizes), *sizes]), *values])
+
+
+def unpack(values: Tensor, device: torch.device) -> StepTensors:
+    """Returns the step that `pack` has packed, on `device`."""
+    count = int(values[0])
+    sizes = values[1 : 1 + count].tolist()
+    rest = iter(values[1 + count :].to(device).split_with_sizes([size for size in sizes if size >= 0]))
+    parts = [next(rest) if size >= 0 else None for size in sizes[:8]]
+    token_ids, positions, slots, *first, last, adapters = parts
+    queries = _from_parts(*first)  # type: ignore[arg-type]  # none is None
+    last_queries = queries if last is None else _from_parts(*rest)
+    return StepTensors(token_ids, positions, slots, queries, last, last_queries, adapters)  # type: ignore[arg-type]
+
+
+def _parts(queries: Queries) -> tuple[Tensor, Tensor, Tensor]:
+    return queries.query_starts, queries.context_lens, queries.block_tables
+
+
+def _from_parts(query_starts: Tensor, context_lens: Tensor, block_tables: Tensor) -> Queries:
+    starts, lens, tables = (part.to(torch.int32) for part in (query_starts, context_lens, block_tables))
+    return Queries(starts, lens, tables.view(len(lens), -1) if len(lens) else tables.view(0, 0))
+
+
+def _adapter_numbers(work: Sequence[Work], counts: list[int], device: torch.device) -> Tensor | None:
+    if all(item.seq.adapter is None for item in work):
+        return None
+    numbers = [NO_ADAPTER if item.seq.adapter is None else item.seq.adapter.number for item in work]
+    rows = to_device(numbers, torch.long, device)
+    return rows.repeat_interleave(to_device(counts, torch.long, device))
 
 
 def _pad_tables(work: Sequence[Work]) -> IntArray:

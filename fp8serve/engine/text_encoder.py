@@ -162,6 +162,8 @@ def _check_options(options: EngineOptions, task: Task) -> None:
         raise RequestError(f"A model that is served to {task} does not generate tokens; leave {name} out.")
     if options.head_dtype != "bf16":
         raise RequestError(f"A model that is served to {task} computes no logits of tokens; leave head_dtype out.")
+    if options.tensor_parallel > 1:
+        raise RequestError(f"A model that is served to {task} runs in one process; leave tensor_parallel out.")
     if options.cache_dir is not None:
         raise RequestError(f"A model that is served to {task} has no prefix cache to save; leave cache_dir out.")
     if options.roll_history:

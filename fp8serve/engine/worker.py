@@ -25,6 +25,9 @@ into an inbox, so that a command waits for at most one step. The third thread se
 duration of the current step. So the client can tell a dead process from a long step, and a long step from an endless
 one. Loading and packing are not steps.
 
+An engine with `tensor_parallel` has more processes (rank_group.py). If one of them is lost, this process sends
+`failed`, which may also follow `ready`, and exits.
+
 After SIGTERM, the worker refuses new requests, lets running requests finish for `DRAIN_SECONDS`, aborts the remaining
 ones, and exits with status 0. It also exits when the client closes the connection. SIGINT is ignored, because Ctrl-C
 reaches the client, too, which then ends the worker.
@@ -54,7 +57,7 @@ from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request, Task
 from fp8serve.engine.sequence import StepOutput
 from fp8serve.engine.task import task_of
-from fp8serve.errors import Fp8ServeError, RequestError
+from fp8serve.errors import Fp8ServeError, MachineError, RequestError
 from fp8serve.processes import describe_error, end_process, process_seconds
 
 HEARTBEAT_SECONDS = 1.0
@@ -285,8 +288,16 @@ _ENGINES: dict[Task, Callable[..., Engine | EncoderEngine]] = {
 
 def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EncoderEngine | None:
     """Loads the engine. If that fails, sends the error to the client and returns None."""
+
+    def end(loss: Fp8ServeError) -> None:
+        """Ends this process, because a rank is lost and the main thread may wait for it."""
+        connection.send("failed", **describe_error(loss))
+        end_process(1)
+
     try:
-        return _ENGINES[task_of(model, options.task)](model, **asdict(worker_options(options, model)))
+        create = _ENGINES[task_of(model, options.task)]
+        arguments = asdict(worker_options(options, model))
+        return create(model, on_loss=end, **arguments) if create is Engine else create(model, **arguments)
     except Fp8ServeError as problem:
         connection.send("failed", **describe_error(problem))
     except Exception as problem:
@@ -310,7 +321,13 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: connection.inbox.put({"op": "drain", "deadline": DRAIN_SECONDS}))
     start_seconds = {"imports": round(import_seconds, 3), **engine.phases.seconds}
     connection.send("ready", info=engine.info() | {"start_seconds": start_seconds}, limits=asdict(engine.limits))
-    worker.run()
+    try:
+        worker.run()
+    except MachineError as problem:  # a step has failed on one rank of several
+        connection.send("failed", **describe_error(problem))
+        return 1
+    if isinstance(engine, Engine):
+        engine.close()
     return 0
 
 

@@ -194,7 +194,7 @@ def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLin
     if len(frozen) < len(layers) or any(layer.pre_quant_scale is not None for layer in frozen):
         return False
     settings = {
-        (x.input_spec, x.out_dtype, x.in_features, x.bias is None, _has_block_scales(x), x.is_4bit, _scale_dtype(x))
+        (x.input_spec, x.out_dtype, x.in_features, x.bias is None, has_block_scales(x), x.is_4bit, _scale_dtype(x))
         for x in frozen
     }
     if len(settings) > 1 or not all(_equal(layer.input_scale, frozen[0].input_scale) for layer in frozen):
@@ -211,7 +211,7 @@ def have_whole_blocks(layers: Sequence[FrozenLinear]) -> bool:
 
     It is also True for layers without block scales.
     """
-    return not (_has_block_scales(layers[0]) and any(layer.out_features % BLOCK for layer in layers[:-1]))
+    return not (has_block_scales(layers[0]) and any(layer.out_features % BLOCK for layer in layers[:-1]))
 
 
 def _has_hooks(layer: nn.Module) -> bool:
@@ -222,7 +222,8 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a, b) if a is not None and b is not None else a is b
 
 
-def _has_block_scales(layer: FrozenLinear) -> bool:
+def has_block_scales(layer: FrozenLinear) -> bool:
+    """Returns whether the weight has a scale for each block of 128 x 128 elements."""
     scale = layer.weight_scale_inv
     return scale.dim() == 2 and scale.dtype is torch.float32 and tuple(scale.shape) != (layer.out_features, 1)
 

@@ -27,8 +27,6 @@ from fp8serve.processes import end_process, module_command
 
 MAX_RESTARTS = 3
 STOP_SECONDS = 600  # after a signal, for the current step and a checkpoint; then ranks are killed
-PEER_LOST_MESSAGES = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
-"""torch's messages if a collective fails because another process has ended."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -100,7 +98,9 @@ def main(arguments: list[str]) -> int:
     except SystemExit as exit_:  # `torchrun` raises it on ranks other than 0, because rank 0 reports the error
         status = exit_.code
     except Exception as error:
-        if any(message in str(error) for message in PEER_LOST_MESSAGES):
+        from fp8serve.ranks import is_peer_lost  # here, because it imports torch
+
+        if is_peer_lost(error):
             print("fp8serve: this process ends because another process of the group has ended.", file=sys.stderr)
         else:
             traceback.print_exc()

@@ -161,7 +161,7 @@ class Experts(nn.ModuleList):
         groups = (gate, up), (down,)
         linears = [linear for expert in experts for linear in expert.linears()]
         weights = [linear.weight for linear in linears if isinstance(linear, FrozenLinear)]
-        fits = sum(weight.nbytes for weight in weights) < MAX_STACKED_MEMORY_FRACTION * free_memory()
+        fits = self._fits_in_memory(sum(weight.nbytes for weight in weights))
         if not fits or not all(can_stack(experts, names) for names in groups):
             return
         self._stacks = StackedExperts(experts, groups[0]), StackedExperts(experts, groups[1])
@@ -169,6 +169,9 @@ class Experts(nn.ModuleList):
             release_pages(weight)
         del weights
         trim()
+
+    def _fits_in_memory(self, nbytes: int) -> bool:
+        return nbytes < MAX_STACKED_MEMORY_FRACTION * free_memory()
 
     def stacks(self) -> Sequence[StackedExperts]:
         """Returns the stacks of the experts' linears, or nothing if they are not stacked."""

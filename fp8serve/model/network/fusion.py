@@ -12,7 +12,7 @@ outdated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from fp8serve.fp8.joined import JoinedLinear, can_join
 from fp8serve.fp8.shared_input import SharedInput
 from fp8serve.model.config.model_config import Activation
 from fp8serve.model.network.norms import RMSNorm
+
+if TYPE_CHECKING:
+    from fp8serve.fp8.sharded import Shard
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
@@ -70,6 +73,16 @@ class Projections:
             if outputs is not None:
                 return outputs
         return self._shared_input(modules, x if norm is None else norm(x))  # type: ignore[arg-type]  # none is None
+
+    def shard(self, shard: "Shard") -> None:
+        """Keeps this rank's rows of each projection. Must be called before `join`."""
+        from fp8serve.fp8.sharded import keep_rows  # here, because it imports DTensor, which takes a second
+
+        for name in self._names:
+            layer: Any = self._owner._modules[name]
+            keep_rows(layer, shard, self._widths)
+        if self._widths is not None:
+            self._widths = [width // shard.size for width in self._widths]
 
     def prepare_compiled(self) -> None:
         """Makes the linears share the state of their input, as the next call in a compiled graph shall find them."""

@@ -75,8 +75,18 @@ def limited_memory(max_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+_num_sharers = 1
+
+
+def share_memory(count: int) -> None:
+    """Declares that `count` processes allocate memory like this one, at the same time: the ranks of an engine."""
+    global _num_sharers
+    _num_sharers = count
+
+
 def free_memory() -> int:
-    """Returns the free memory in bytes: of the machine, or of its container (cgroup v2) if that has less.
+    """Returns the free memory in bytes: of the machine, or of its container (cgroup v2) if that has less. Processes
+    that share it (`share_memory`) get equal parts.
 
     macOS does not report free pages; there the result is all memory of the machine.
     """
@@ -88,7 +98,7 @@ def free_memory() -> int:
     limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
     if limit and used and limit[0].isdigit():
         free = min(free, int(limit[0]) - int(used[0]))
-    return max(free, 0)
+    return max(free, 0) // _num_sharers
 
 
 def _lines(path: str) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fp8serve.engine.client import EngineClient
+from fp8serve.engine.options import LOST_SECONDS
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
@@ -146,8 +147,11 @@ class ServedModel:
 
     def hang_reason(self, served: ServedWeights) -> str | None:
         """Returns why the engine process counts as hung, or None if it does not."""
-        if served.silence >= self.deadlines.heartbeat:
-            return f"The engine sent no heartbeat for {self.deadlines.heartbeat:g} seconds and was killed."
+        seconds = self.deadlines.heartbeat
+        if served.source.options.tensor_parallel > 1:  # as for the other ranks (engine/rank_group.py)
+            seconds = min(seconds, LOST_SECONDS)
+        if served.silence >= seconds:
+            return f"The engine sent no heartbeat for {seconds:g} seconds and was killed."
         if served.engine.step_seconds >= self.deadlines.step:
             return f"The engine did not finish a step within {self.deadlines.step:g} seconds and was killed."
         return None

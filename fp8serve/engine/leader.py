@@ -1,0 +1,92 @@
+"""The runner of rank 0 with `tensor_parallel`: it sends each step to the other ranks before it runs its own part.
+
+The other ranks call the same functions of a plain Runner in the same order (follower.py). If an error ends a step here,
+they wait for a collective that never comes, so the error becomes a MachineError, which ends the engine.
+"""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8serve.engine.adapters import Adapters, LoadedAdapter
+from fp8serve.engine.output import TokenLogprob
+from fp8serve.engine.rank_group import Op, RankGroup
+from fp8serve.engine.runner import Runner
+from fp8serve.engine.scheduler import StepWork, Work
+from fp8serve.engine.sequence import Sequence
+from fp8serve.engine.step import flatten, pack, unpack
+from fp8serve.errors import Fp8ServeError
+from fp8serve.model.building import Model
+from fp8serve.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+class LeadingRunner(Runner):
+    """A Runner that the other ranks of `group` follow."""
+
+    def __init__(self, group: RankGroup, model: Model, *args: Any) -> None:
+        super().__init__(model, *args)
+        self._group = group
+        self.adapters = LeadingAdapters(group, model, self.adapters.max_rank)
+
+    @torch.inference_mode()
+    def run(self, work: StepWork) -> Tensor:
+        with self._group.errors():
+            return self.model.logits(self._send_and_run(list(work), Op.STEP_AND_LOGITS))
+
+    def run_scoring(self, work: StepWork) -> tuple[Tensor, list[tuple[Sequence, list[TokenLogprob]]]]:
+        with self._group.errors():
+            return super().run_scoring(work)
+
+    def _hidden_states(self, work: list[Work]) -> Tensor:
+        return self._send_and_run(work, Op.STEP)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.contiguous()
+        self._group.send(Op.LOGITS, torch.tensor([len(hidden)]))
+        dist.broadcast(hidden, 0)
+        return super()._logits(hidden)
+
+    def _send_and_run(self, work: list[Work], op: Op) -> Tensor:
+        step = flatten(work, self.block_size, CPU)
+        values = pack(step)
+        self._group.send(op, values)
+        return self.run_step(step if self.device == CPU else unpack(values, self.device))
+
+
+class LeadingAdapters(Adapters):
+    """Adapters that are read and freed on all ranks. The other ranks know an adapter by its number."""
+
+    def __init__(self, group: RankGroup, model: Model, max_rank: int) -> None:
+        super().__init__(model, max_rank)
+        self._group = group
+
+    def read(self, name: str, directory: Path) -> LoadedAdapter:
+        path = torch.frombuffer(bytearray(str(directory.absolute()).encode()), dtype=torch.uint8)
+        with self._group.errors():
+            self._group.send(Op.READ_ADAPTER, path.to(torch.long))
+            return read_together(self._group.ranks, self, name, directory)
+
+    def free(self, adapter: LoadedAdapter) -> None:
+        with self._group.errors():
+            self._group.send(Op.FREE_ADAPTER, torch.tensor([adapter.number]))
+            super().free(adapter)
+
+
+def read_together(ranks: Ranks, adapters: Adapters, name: str, directory: Path) -> LoadedAdapter:
+    """Reads an adapter on every rank. If one rank raises an Fp8ServeError, every rank raises it and has no adapter."""
+    adapter, error = None, None
+    try:
+        adapter = Adapters.read(adapters, name, directory)
+    except Fp8ServeError as problem:
+        error = problem
+    first_error = next((problem for problem in ranks.gather(error) if problem is not None), None)
+    if first_error is None:
+        return cast(LoadedAdapter, adapter)
+    if adapter is not None:
+        Adapters.free(adapters, adapter)
+    raise first_error

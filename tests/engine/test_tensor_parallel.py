@@ -1,0 +1,197 @@
+"""An engine with `tensor_parallel` computes the bits of one process, refuses what cannot be divided, and ends its
+processes. tests/model/test_sharding.py has the families and the recipes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.rank_processes import check_identities
+from fp8serve.errors import Fp8ServeError, GroupError, ModelError, RequestError
+from tests.patience import PATIENCE, until
+
+from .adapters import write_random_adapter
+from .tiny import write_model, write_scales
+
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 261}  # 261 is not divisible
+PROMPTS = [list(b"Once upon a time"), list(b"a" * 40), list(b"Hello"), [7]]
+SAMPLED: dict[str, Any] = {"max_new_tokens": 6, "seed": 3, "ignore_eos": True, "logprobs": 20}
+FP8 = {"kv_cache_dtype": "fp8", "head_dtype": "fp8", "scales": "made-up"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("divided")
+    for kind in ("llama", "qwen2_moe"):
+        path = write_model(folder / kind, kind, **SIZES)
+        write_scales(path, path / "made-up", kv=True)
+        write_random_adapter(folder / f"{kind}-lora", path)
+    write_random_adapter(folder / "llama-dora", folder / "llama", dora=True, rank=3, seed=1)
+    return folder
+
+
+@contextmanager
+def engine(path: Path, ranks: int = 1, **options: Any) -> Iterator[Engine]:
+    if "scales" in options:
+        options |= {"scales": path / options["scales"]}
+    created = Engine(path, tensor_parallel=ranks, block_size=4, **{"num_blocks": 60} | options)
+    try:
+        yield created
+    finally:
+        created.close()
+
+
+def answers(path: Path, ranks: int, adapters: tuple[Path, ...] = (), **options: Any) -> list[Any]:
+    """Returns completions and log-probabilities that an engine of `ranks` processes computes, also with preemption and
+    with each adapter."""
+    with engine(path, ranks, **options) as one:
+        results: list[Any] = one.generate(PROMPTS, temperature=0.8, prompt_logprobs=3, **SAMPLED)
+        for adapter in adapters:
+            name = one.load_adapter(adapter.name, adapter)["name"]
+            results += one.generate(PROMPTS, temperature=0.0, adapter=name, **SAMPLED)
+            one.unload_adapter(name)
+        return results + one.scales()
+
+
+def children(pid: int = os.getpid()) -> list[int]:
+    """Returns the ranks that this process has started."""
+    started = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(text) for path in started for text in path.read_text().split()]
+    return [pid for pid in pids if b"fp8serve.engine.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.smoke
+def test_two_processes_compute_the_bits_of_one(models: Path) -> None:
+    assert answers(models / "llama", 2, recipe="bf16") == answers(models / "llama", 1, recipe="bf16")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("options", [FP8, {"recipe": "rowwise"}], ids=["fp8", "rowwise"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2_moe"])
+def test_the_bits_do_not_depend_on_the_number_of_processes(
+    kind: str, options: dict[str, Any], ranks: int, models: Path
+) -> None:
+    adapters = (models / "llama-lora", models / "llama-dora") if kind == "llama" else (models / f"{kind}-lora",)
+    assert answers(models / kind, ranks, adapters, **options) == answers(models / kind, 1, adapters, **options)
+
+
+@pytest.mark.distributed
+def test_drafts_and_preemption_change_no_bit(models: Path) -> None:
+    draft = write_model(models / "draft", vocab_size=261, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    sampling = SAMPLED | {"temperature": 0.0, "max_new_tokens": 24}
+    with engine(models / "llama", recipe="bf16") as one:
+        expected = one.generate(PROMPTS, **sampling)
+    for options in ({"speculative_tokens": 3}, {"draft_model": str(draft)}):
+        with engine(models / "llama", 2, recipe="bf16", num_blocks=18, **options) as two:
+            assert two.generate(PROMPTS, **sampling) == expected
+            stats = two.stats()
+        assert stats["draft_tokens_total"] > 0
+        assert stats["preemptions_total"] > 0
+
+
+@pytest.mark.distributed
+def test_an_adapter_that_does_not_fit_changes_nothing(models: Path) -> None:
+    with engine(models / "llama", 2, recipe="bf16") as two:
+        with pytest.raises(ModelError, match="has no such layer"):
+            two.load_adapter("other", models / "qwen2_moe-lora")
+        name = two.load_adapter("fits", models / "llama-lora")["name"]
+        first = two.generate(PROMPTS, adapter=name, **SAMPLED)
+    with engine(models / "llama", recipe="bf16") as one:
+        one.load_adapter("fits", models / "llama-lora")
+        assert one.generate(PROMPTS, adapter="fits", **SAMPLED) == first
+
+
+@pytest.mark.distributed
+def test_a_rank_that_dies_ends_the_engine_with_an_error(models: Path) -> None:
+    with engine(models / "llama", 2, recipe="bf16") as two:
+        (rank,) = children()
+        os.kill(rank, 9)
+        with pytest.raises(Fp8ServeError, match="Rank 1 of the engine has ended: killed by SIGKILL"):
+            two.generate(PROMPTS, **SAMPLED)
+    with engine(models / "llama", 2, recipe="bf16") as another:
+        assert len(another.generate(PROMPTS, **SAMPLED)) == len(PROMPTS)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_hangs_ends_the_engine_with_an_error(models: Path) -> None:
+    with engine(models / "llama", 2, recipe="bf16") as two:
+        (rank,) = children()
+        os.kill(rank, 19)
+        with pytest.raises(Fp8ServeError, match="Rank 1 of the engine hangs: no sign of life for 8 seconds"):
+            two.generate(PROMPTS, **SAMPLED)
+        until(lambda: not children(), "the end of the rank that hung")
+
+
+@pytest.mark.distributed
+def test_the_ranks_end_with_the_process_of_the_engine(models: Path) -> None:
+    program = (
+        "import sys, time; from fp8serve.engine.engine import Engine\n"
+        f"engine = Engine({str(models / 'llama')!r}, recipe='bf16', tensor_parallel=2)\n"
+        "print('ready', flush=True); time.sleep(10000)"
+    )
+    process = subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    ranks = children(process.pid)
+    assert len(ranks) == 1
+    process.kill()
+    process.wait(PATIENCE)
+    process.stdout.close()
+    until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), "the end of the ranks")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "options", "message"),
+    [
+        ("llama", {"num_key_value_heads": 2}, {}, "tensor_parallel 4 does not divide the 2 key/value heads"),
+        ("llama", {"intermediate_size": 98}, {}, "does not divide the 98 elements of an MLP"),
+        ("qwen2_moe", {"moe_intermediate_size": 50}, {}, "does not divide the 50 elements of an expert"),
+        ("olmo3", {}, {}, "normalizes all heads together"),
+        ("llama", {}, {"cache_dir": "somewhere"}, "cache_dir needs the whole model in one process"),
+        ("llama", {}, {"roll_history": True}, "roll_history needs the whole model in one process"),
+        ("llama", {}, {"device": "cuda:1"}, "each rank has its own GPU; use device cuda, not cuda:1"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_before_a_process_starts(
+    kind: str, sizes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "model", kind, **SIZES | sizes)
+    with pytest.raises(Fp8ServeError, match=message):
+        Engine(path, tensor_parallel=4, **options)
+    assert not children()
+
+
+@pytest.mark.distributed
+def test_a_model_that_two_processes_have_trained_is_served_by_four(models: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "Once upon a time there was a model."}\n' * 4)
+    arguments = "--data", str(data), "--out", str(tmp_path / "job"), "--procs", "2", "--accumulate", "2"
+    command = [sys.executable, "-m", "fp8serve", "finetune", str(models / "llama"), *arguments, "--max-steps", "2"]
+    subprocess.run([*command, "--seq-len", "32"], check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
+    trained = tmp_path / "job" / "model"
+    assert answers(trained, 4) == answers(trained, 1)
+
+
+@pytest.mark.distributed
+def test_the_weights_of_several_processes_cannot_be_replaced(models: Path) -> None:
+    with engine(models / "llama", 2, recipe="bf16") as two:
+        with pytest.raises(RequestError, match="tensor_parallel cannot be replaced"):
+            two.load_weights(models / "llama")
+        with pytest.raises(GroupError, match="close it before the next one"), engine(models / "llama", 2):
+            pass
+        with pytest.raises(RequestError, match="leave model or it out"):
+            Engine(models / "llama", tensor_parallel=2, model=two.loaded.runner.model)
+
+
+def test_ranks_of_another_version_are_refused() -> None:
+    here = {"fp8serve's version": "1", "model files": "x"}
+    check_identities([here, here])
+    with pytest.raises(GroupError, match="rank 2 differs from rank 0 in fp8serve's version"):
+        check_identities([here, here, {"fp8serve's version": "2", "model files": "y"}])
