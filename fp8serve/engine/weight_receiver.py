@@ -242,12 +242,13 @@ def _check(infos: Iterable[TensorInfo]) -> None:
 
 def _packs(infos: Iterable[TensorInfo], packed_bytes: int) -> Iterator[list[TensorInfo]]:
     """Yields the tensors of each packed broadcast: as many as it takes to exceed `packed_bytes`."""
-    part: list[TensorInfo] = []
+    part, size = list[TensorInfo](), 0
     for info in infos:
         part.append(info)
-        if sum(each.nbytes for each in part) > packed_bytes:
+        size += info.nbytes
+        if size > packed_bytes:
             yield part
-            part = []
+            part, size = [], 0
     if part:
         yield part
 

@@ -158,6 +158,19 @@ def test_the_digest_depends_on_the_weights(models: tuple[Path, Path]) -> None:
     assert digests[0] == digests[2] != digests[1]
 
 
+def test_the_scales_of_an_fp8_cache_stay(tmp_path: Path) -> None:
+    models = []
+    for seed in (0, 1):
+        base = write_model(tmp_path / f"base-{seed}", seed=seed)
+        scales = load_scales(write_scales(base, tmp_path / f"{seed}.scales", kv=True), base)
+        write_calibrated(tmp_path / f"{seed}", base, scales)
+        models.append(tmp_path / f"{seed}")
+    engine, expected = Engine(models[0], kv_cache_dtype="fp8"), answers(Engine(models[1], kv_cache_dtype="fp8"))
+    weights = {name: t for name, t in tensors_in(models[1]).items() if not name.endswith(("k_scale", "v_scale"))}
+    update(engine, weights)
+    assert answers(engine) == expected
+
+
 QUERY = "model.layers.0.self_attn.q_proj"
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,19 +94,45 @@ def test_a_trainer_that_dies_in_the_middle_is_noticed(server: Process, place: Pa
     assert answers(server) == expected(place / "1" / "fp8")
 
 
+def push(server: Process, place: Path, seed: int) -> dict[str, Any]:
+    """Sends weights in shared memory and returns the body of the request."""
+    tensors = tensors_in(place / str(seed) / "fp8")
+    names, dtypes, shapes = zip(*infos_of(tensors), strict=True)
+    info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+    with shared(tensors) as name:
+        body = {"update_info": info | {"shared_memory": name}, "weight_version": f"step-{seed}"}
+        answer = server.client.post("/update_weights", json=body)
+    assert answer.raise_for_status().json() == {"message": f"The weights base-step-{seed} are served."}
+    return body
+
+
 @pytest.mark.slow
 def test_weights_arrive_in_shared_memory(server: Process, place: Path) -> None:
     for seed in (0, 1):
-        tensors = tensors_in(place / str(seed) / "fp8")
-        names, dtypes, shapes = zip(*infos_of(tensors), strict=True)
-        info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
-        with shared(tensors) as name:
-            body = {"update_info": info | {"shared_memory": name}, "weight_version": f"step-{seed}"}
-            answer = server.client.post("/update_weights", json=body)
-        assert answer.raise_for_status().json() == {"message": f"The weights base-step-{seed} are served."}
+        body = push(server, place, seed)
         assert answers(server) == expected(place / str(seed) / "fp8")
     refused = server.client.post("/update_weights", json=body)
     assert (refused.status_code, "cannot be opened: No such file" in refused.json()["error"]) == (409, True)
+    assert answers(server) == expected(place / "1" / "fp8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_request_in_flight_outlives_an_update_during_a_pause(server: Process, place: Path, mode: str) -> None:
+    push(server, place, 0)
+    body = {"prompt": [5, 250, 7], "max_tokens": 120, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(server.client.post, "/v1/completions", json=body)
+        until(lambda: server.client.get("/requests").json()["requests"], "the request")
+        server.client.post("/pause", params={"mode": mode}).raise_for_status()
+        push(server, place, 1)
+        late = pool.submit(server.client.post, "/v1/completions", json=body)
+        server.client.post("/resume").raise_for_status()
+        (first,), (second,) = (future.result().raise_for_status().json()["choices"] for future in (running, late))
+    assert len(first["token_ids"]) == 120 or first["finish_reason"] == "abort" == mode
+    engine = Engine(place / "1" / "fp8")
+    (expected_second,) = engine.generate([[5, 250, 7]], max_new_tokens=120, temperature=0.0, ignore_eos=True)
+    assert second["token_ids"] == expected_second.token_ids
     assert answers(server) == expected(place / "1" / "fp8")
 
 

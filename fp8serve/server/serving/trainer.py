@@ -51,16 +51,25 @@ async def finish_update(model: ServedModel, seconds: float, label: str | None) -
 
 
 async def pause(model: ServedModel, mode: PauseMode, generations: Iterable[Generation]) -> None:
-    """Pauses generation. `generations` are the requests in flight of all models."""
+    """Pauses generation. `generations` are the requests in flight of all models. Raises Fault, and pauses nothing, if
+    the model writes no text or its engine does not run."""
     engine = model.resolve().engine
+    engine.limits.check_generates()
     model.is_paused = True
     model.released.clear()
-    if mode == "wait":
-        await wait_until_idle(model, None)
-    async with model.swap_lock:
-        if mode == "abort":
-            await abort_requests(model, generations)
-        await _call(engine, lambda engine: engine.suspend())
+    try:
+        if mode == "wait":
+            await wait_until_idle(model, None)
+        async with model.swap_lock:
+            if not model.is_paused:  # `resume` was called meanwhile
+                return
+            if mode == "abort":
+                await abort_requests(model, generations)
+            await _call(engine, lambda engine: engine.suspend())
+    except BaseException:
+        model.is_paused = False
+        model.release()
+        raise
 
 
 async def abort_requests(model: ServedModel, generations: Iterable[Generation]) -> None:

@@ -224,6 +224,28 @@ async def test_a_pause_may_wait_for_requests_under_way(start: Start) -> None:
         await post(server, "/resume")  # changes nothing
 
 
+async def test_a_pause_that_waits_is_ended_by_resume(start: Start) -> None:
+    async with start(Launcher(lambda: Engine(delay=0.01))) as server:
+        engine, running = server.launcher.engine, asyncio.create_task(complete(server, 60))
+        await eventually(lambda: engine.running)
+        pausing = asyncio.create_task(post(server, "/pause?mode=wait&clear_cache=false"))
+        await eventually(lambda: server.state.models.default.is_paused)
+        await post(server, "/resume")
+        await pausing
+        assert ("suspend",) not in engine.calls
+        assert (await running).status_code == (await complete(server)).status_code == 200
+
+
+async def test_a_pause_that_fails_pauses_nothing(start: Start) -> None:
+    class Unable(Engine):
+        async def suspend(self) -> None:
+            raise GroupError("No.")
+
+    async with start(Launcher(Unable)) as server:
+        assert (await post(server, "/pause?mode=keep", status=409))["error"] == "No."
+        assert (await complete(server)).status_code == 200
+
+
 async def test_a_paused_server_activates_nothing_and_shuts_down(start: Start) -> None:
     async with start(Launcher(Engine)) as server:
         await post(server, "/pause")
