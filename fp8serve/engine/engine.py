@@ -312,9 +312,9 @@ class Engine:
 
         Raises the errors of `stage_weights`. The tensors are then dropped.
         """
-        self._check_can_swap()
-        self._staged = None
         tensors = self.receiver.take()
+        self._check_can_swap()
+        self._staged = None  # frees the memory of weights that were staged before
         try:
             self._staged = stage_tensors(tensors, self.loaded, self.weights_version + 1)
         except IncompleteError:

@@ -68,14 +68,14 @@ def _convert(tensors: Mapping[str, Tensor], loaded: LoadedModel) -> dict[str, Te
     }
     current = model.state_dict()
     served = {name: update[name].to(current[name]) for name in update if name.rpartition(".")[0] not in layers}
-    rules = _Rules(loaded)
+    quantizer = _Quantizer(loaded)
     groups = _scale_groups(layers)
     for name, layer in layers.items():
-        matrix = _stored_matrix(update, name, layer, rules)
+        matrix = _stored_matrix(update, name, layer, quantizer)
         if matrix is None:
             weight = _high_precision_weight(update, name, layer, model)
             sharing = [update[f"{other}.weight"] for other in groups.get(name, ())] or [weight]
-            quantized, input_scale = rules.quantize(name, weight, sharing), layer.input_scale
+            quantized, input_scale = quantizer.quantize(name, weight, sharing), layer.input_scale
         else:
             quantized, input_scale = matrix.quantized_weight, matrix.input_scale
         bias = None if layer.bias is None else update[f"{name}.bias"].to(layer.bias)
@@ -91,10 +91,10 @@ def _convert(tensors: Mapping[str, Tensor], loaded: LoadedModel) -> dict[str, Te
     return served
 
 
-def _stored_matrix(update: Checkpoint, name: str, layer: FrozenLinear, rules: "_Rules") -> StoredLinear | None:
+def _stored_matrix(update: Checkpoint, name: str, layer: FrozenLinear, quantizer: "_Quantizer") -> StoredLinear | None:
     """Returns the quantized weight of the layer in the update; None if it is in high precision, or if the engine's
     recipe quantizes every weight anew. Raises ModelError if inputs are quantized differently."""
-    if not rules.keeps_quantized or name not in update.linears or (matrix := update.quantized_matrix(name)) is None:
+    if not quantizer.keeps_quantized or name not in update.linears or (matrix := update.quantized_matrix(name)) is None:
         return None
     if matrix.input_spec.independent_of_batch() != layer.input_spec:
         raise ModelError(f"{NAME} quantizes the input of {name} differently from the served model.")
@@ -121,8 +121,8 @@ def _scale_groups(layers: Mapping[str, FrozenLinear]) -> dict[str, list[str]]:
     return {name: group for group in groups.values() for name in group}
 
 
-class _Rules:
-    """How the served model quantizes weights."""
+class _Quantizer:
+    """Quantizes weights as those of the served model."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         recipe = parse_recipe(loaded.options.recipe)

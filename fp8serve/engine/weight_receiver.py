@@ -124,7 +124,7 @@ class WeightReceiver:
         with self._transfer(address.name):
             self._tensors = {}
             self._groups.pop(address.name, None)
-            self._groups[address.name] = _within(seconds, lambda: self._connect(address, seconds))
+            self._groups[address.name] = _connect_within(seconds, lambda: self._connect(address, seconds))
 
     def leave(self, name: str) -> None:
         """Leaves a group and drops the tensors that have arrived. Does nothing if there is no such group."""
@@ -209,7 +209,7 @@ class WeightReceiver:
         return _Group(_TorchGroup(store, address, seconds), device, address.packed_bytes)
 
 
-def _within(seconds: float, connect: Callable[[], _Group]) -> _Group:
+def _connect_within(seconds: float, connect: Callable[[], _Group]) -> _Group:
     """Returns the result of `connect`. Raises GroupError after `seconds` and leaves its thread behind: torch and NCCL
     wait without a deadline for a process that accepts the connection and says nothing."""
     results: list[_Group | Exception] = []

@@ -67,7 +67,6 @@ def noticed(server: Process) -> bool:
     return answer.status_code == 200
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 4])
 def test_weights_arrive_over_a_group(server: Process, place: Path, parts: int) -> None:
