@@ -17,7 +17,7 @@ import pytest
 from fp8serve.engine.engine import Engine
 from tests.engine.test_load_weights import write_fp8_model
 from tests.engine.tiny import write_model
-from tests.engine.trainer import infos_of, shared, tensors_in
+from tests.engine.trainer import TrainerGroup, infos_of, shared, tensors_in
 from tests.patience import PATIENCE, until
 from tests.server.process import ROOT, Process, serving
 
@@ -103,6 +103,26 @@ def push(server: Process, place: Path, seed: int) -> dict[str, Any]:
         answer = server.client.post("/update_weights", json=body)
     assert answer.raise_for_status().json() == {"message": f"The weights base-step-{seed} are served."}
     return body
+
+
+@pytest.mark.slow
+def test_requests_are_answered_while_weights_arrive(server: Process, place: Path) -> None:
+    push(server, place, 0)
+    group, names = TrainerGroup("slow", "torch"), {"group_name": "slow"}
+    address = {"master_address": "127.0.0.1", "master_port": group.port, "rank_offset": 1, "world_size": 2} | names
+    info = {"names": ["model.norm.weight"], "dtypes": ["bfloat16"], "shapes": [[64]]} | names
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(server.client.post, "/init_weights_update_group", json=address | {"backend": "gloo"})
+        group.connect()
+        joining.result().raise_for_status()
+        receiving = pool.submit(server.client.post, "/update_weights_from_distributed", json=info)
+        until(lambda: not noticed(server), "the transfer")
+        assert answers(server) == expected(place / "0" / "fp8")
+        assert not receiving.done()
+        group.end()
+        refused = receiving.result()
+    assert (refused.status_code, refused.json()["code"]) == (409, "load_failed")
+    assert refused.json()["error"].startswith("The transfer failed: ")
 
 
 @pytest.mark.slow

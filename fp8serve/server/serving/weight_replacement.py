@@ -263,6 +263,7 @@ async def serve_received(
             if model.current is not old:
                 raise Fault(Code.ENGINE_DOWN, "The engine ended while its weights were being replaced.", retry_after=2)
             model.serve(new)
+            model.admission.metrics.swaps("ok").inc()
         finally:
             model.release()
             with contextlib.suppress(Fp8ServeError, OSError):
