@@ -27,6 +27,7 @@ GROUPS = {
     "Anthropic": "Anthropic's protocol",
     "fine-tuning": "Fine-tuning",
     "models": "Models",
+    "trainers": "Weights from a trainer",
     "server": "The server itself",
 }
 

@@ -93,6 +93,10 @@ class ModelError(Fp8ServeError):
     """A model directory is missing or damaged, or its architecture is not supported."""
 
 
+class IncompleteError(ModelError):
+    """Some weights of a model, or scales of its weights, are missing."""
+
+
 class TokenizerError(ModelError):
     """The model's tokenizer fails on a text or on token ids."""
 

@@ -39,6 +39,7 @@ LONG_MESSAGE_BYTES = 2**16  # after a message of this size, other tasks of the e
 CLOSE_SECONDS = 5.0  # that the engine process may take to exit; then it is killed
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+TensorInfos = Sequence[tuple[str, str, Sequence[int]]]  # name, dtype and shape of each tensor
 Deliver = Callable[[RequestOutput | Exception], None]
 """Receives the outputs of a request, or the exception that ended it. It must not raise."""
 Token = tuple[int, str]  # its id, and the text that it released
@@ -183,6 +184,47 @@ class EngineClient:
     async def discard_staged_weights(self) -> None:
         """Calls `Engine.discard_staged_weights` between two steps."""
         await self._call("discard_staged_weights")
+
+    async def join_group(self, address: dict[str, Any], seconds: float) -> None:
+        """Calls `WeightReceiver.join` in a thread of the engine's process. `address` has the fields of GroupAddress."""
+        await self._call("join_group", address=address, seconds=seconds)
+
+    async def leave_group(self, name: str) -> None:
+        """Calls `WeightReceiver.leave`."""
+        await self._call("leave_group", name=name)
+
+    async def receive_weights(self, group: str, tensors: TensorInfos, packed_bytes: int | None, seconds: float) -> None:
+        """Calls `WeightReceiver.receive` in a thread of the engine's process."""
+        await self._call("receive_weights", group=group, tensors=tensors, packed_bytes=packed_bytes, seconds=seconds)
+
+    async def read_shared_weights(self, name: str, tensors: TensorInfos) -> None:
+        """Calls `WeightReceiver.read_shared` in a thread of the engine's process."""
+        await self._call("read_shared_weights", name=name, tensors=tensors)
+
+    async def discard_received_weights(self) -> None:
+        """Drops the tensors that a trainer has sent."""
+        await self._call("discard_received_weights")
+
+    async def stage_received_weights(self, allow_incomplete: bool) -> str | None:
+        """Calls `Engine.stage_received_weights` between two steps."""
+        value = await self._call("stage_received_weights", allow_incomplete=allow_incomplete)
+        return None if value is None else str(value)
+
+    async def suspend(self) -> None:
+        """Calls `Engine.suspend` between two steps."""
+        await self._call("suspend")
+
+    async def resume(self) -> None:
+        """Calls `Engine.resume` between two steps."""
+        await self._call("resume")
+
+    async def abort_requests(self) -> None:
+        """Ends all requests with finish_reason "abort", except the server's own."""
+        await self._call("abort_requests")
+
+    async def reset_prefix_cache(self) -> None:
+        """Calls `Engine.reset_prefix_cache` between two steps."""
+        await self._call("reset_prefix_cache")
 
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
         """Calls `Engine.load_adapter` between two steps."""

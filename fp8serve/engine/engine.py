@@ -41,8 +41,10 @@ from fp8serve.engine.scheduler import Scheduler, StepWork, Work
 from fp8serve.engine.sequence import Sequence, Status, StepOutput, to_request_output
 from fp8serve.engine.task import check_generates
 from fp8serve.engine.text import TextStream
+from fp8serve.engine.trainer_weights import digest, stage_tensors
+from fp8serve.engine.weight_receiver import WeightReceiver
 from fp8serve.engine.weights import replace_weights
-from fp8serve.errors import MachineError, RequestError
+from fp8serve.errors import IncompleteError, MachineError, RequestError
 from fp8serve.model.building import Model
 from fp8serve.model.formats.scales import save_scales
 from fp8serve.model.text.tokenizer import missing_tokenizer_message
@@ -120,6 +122,7 @@ class Engine:
         self.async_scheduling = is_on_gpu and not self.options.drafted_tokens and self._group is None
         self.weights_version = 0  # how often the weights were replaced
         self._staged: loading.StagedWeights | None = None
+        self.receiver = WeightReceiver(self.loaded.runner.device)
         self._load_seconds = time.monotonic() - start_time
 
     def _start_ranks(
@@ -175,6 +178,31 @@ class Engine:
     def abort_all(self) -> list[RequestOutput]:
         """Ends all requests and returns their last outputs."""
         return [output for request_id in list(self._live) if (output := self.abort(request_id))]
+
+    def suspend(self) -> list[StepOutput]:
+        """Sets all requests of clients aside until `resume`: they keep their tokens and lose their blocks, so they
+        continue with the weights that serve then. Returns the outputs of the step that was in flight."""
+        self._outputs = []
+        self._land()
+        self.scheduler.suspend()
+        return self._outputs
+
+    def resume(self) -> None:
+        """Continues the requests that `suspend` has set aside."""
+        self.scheduler.resume()
+
+    def abort_requests_of_clients(self) -> list[RequestOutput]:
+        """Ends all requests except the server's own, and returns their last outputs."""
+        clients = [request_id for request_id, seq in self._live.items() if not seq.is_own]
+        return [output for request_id in clients if (output := self.abort(request_id))]
+
+    def reset_prefix_cache(self) -> None:
+        """Empties the prefix cache. Raises RequestError if requests are running."""
+        if self.scheduler.running:
+            running = len(self.scheduler.running)
+            raise RequestError(f"{running} requests are running; the prefix cache is only reset while no request runs.")
+        self._land()
+        self.scheduler.pool.reset_prefix_cache()
 
     def has_work(self) -> bool:
         return self.scheduler.has_work() or self._flight is not None
@@ -327,6 +355,24 @@ class Engine:
         self._staged = None  # frees the memory of weights that were staged before
         self._staged = loading.stage_weights(Path(directory), self.loaded, self.weights_version + 1)
 
+    def stage_received_weights(self, allow_incomplete: bool = False) -> str | None:
+        """Converts and checks the tensors that a trainer has sent (`receiver`), for `swap_weights`. Returns a digest of
+        the new weights, or None if `allow_incomplete` and weights of the model are missing, which may still arrive.
+
+        Raises the errors of `stage_weights`. The tensors are then dropped.
+        """
+        tensors = self.receiver.take()
+        self._check_can_swap()
+        self._staged = None  # frees the memory of weights that were staged before
+        try:
+            self._staged = stage_tensors(tensors, self.loaded, self.weights_version + 1)
+        except IncompleteError:
+            if not allow_incomplete:
+                raise
+            self.receiver.put_back(tensors)
+            return None
+        return digest(self._staged.tensors)
+
     def swap_weights(self) -> dict[str, Any]:
         """Exchanges the served weights and the staged ones, in place, and returns `info`.
 
@@ -370,10 +416,8 @@ class Engine:
 
     def _finish_steps(self) -> None:
         """Raises RequestError if requests are running. Lands the step in flight, whose requests were all aborted."""
-        if self._live:
-            raise RequestError(
-                f"{len(self._live)} requests are running; weights can only be replaced while no request runs."
-            )
+        if running := len(self._live) - len(self.scheduler.suspended or ()):
+            raise RequestError(f"{running} requests are running; weights can only be replaced while no request runs.")
         self._land()
 
     def _check_one_process(self) -> None:
@@ -429,7 +473,7 @@ class Engine:
         pool, scheduler = self.scheduler.pool, self.scheduler
         return {
             "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
+            "waiting": len(scheduler.waiting) + len(scheduler.suspended or ()),
             "prefilling": [seq.request_id for seq in scheduler.running if seq.first_token is None],
             "adapters": self._sequences_by_adapter(),
             "kv_blocks": pool.num_blocks,

@@ -220,6 +220,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens  # at least max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting = WaitingQueue()
+        self.suspended: WaitingQueue | None = None  # the sequences that wait for `resume`
         self.running: list[Sequence] = []  # in the order of admission
         self._num_running_of_tenant: Counter[str] = Counter()
         self._num_running_of_group: Counter[tuple[str, str]] = Counter()
@@ -234,7 +235,30 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self._is_fair = False
-        self.waiting.add(seq)
+        self._queue_of(seq).add(seq)
+
+    def suspend(self) -> None:
+        """Preempts all running sequences and sets all sequences aside until `resume`. No step may be in flight.
+
+        Requests of clients that are added in the meantime are set aside, too. The server's own ones, which have no
+        group, run.
+        """
+        while self.running:
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            self.waiting.add_preempted(youngest)
+        if self.suspended is None:
+            self.suspended, self.waiting = self.waiting, WaitingQueue()
+
+    def resume(self) -> None:
+        """Continues the suspended sequences; a preempted one computes its tokens so far again. Call this while none of
+        the server's own requests runs."""
+        if self.suspended is not None:
+            self.waiting, self.suspended = self.suspended, None
+            self._is_fair = False
+
+    def _queue_of(self, seq: Sequence) -> WaitingQueue:
+        return self.waiting if self.suspended is None or seq.is_own else self.suspended
 
     def may_preempt(self) -> bool:
         """Returns whether the next `schedule` may preempt a sequence. No step may be in flight then."""
@@ -297,7 +321,7 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             self._remove_running(seq)
         elif seq.status is not Status.FINISHED:
-            self.waiting.remove(seq)
+            self._queue_of(seq).remove(seq)
         self.pool.release(seq)
         seq.status, seq.finish_reason = Status.FINISHED, reason
 

@@ -106,6 +106,11 @@ class Sequence:
         return b"" if self.adapter is None else self.adapter.digest
 
     @property
+    def is_own(self) -> bool:
+        """Whether the server itself sent the request, to verify weights. Those of clients have a group."""
+        return not self.request.group
+
+    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
 

@@ -6,6 +6,10 @@ The process connects to the AF_UNIX socket of its client (`client.py`). It reads
     in    generate {stream, request} | abort {stream, request_id} | stats {id} | scales {id} | drain {deadline} | close
           save_scales {id, path} | load_weights {id, directory}
           stage_weights {id, directory} | swap_weights {id} | discard_staged_weights {id}
+          join_group {id, address, seconds} | leave_group {id, name} | receive_weights {id, group, tensors,
+          packed_bytes, seconds} | read_shared_weights {id, name, tensors} | discard_received_weights {id}
+          stage_received_weights {id, allow_incomplete}
+          suspend {id} | resume {id} | abort_requests {id} | reset_prefix_cache {id}
           load_adapter {id, name, directory} | unload_adapter {id, name}
           embed {id, inputs, dimensions}
           classify {id, inputs, segments} | forget {id}
@@ -20,10 +24,10 @@ All messages are short, because the server's event loop reads them between other
 are split over several outputs, of which only the last has a token. Long lists of vectors or scores are sent as several
 parts; the reply has the last part.
 
-The process has three threads. The main thread loads the model and steps the engine. The second thread reads commands
-into an inbox, so that a command waits for at most one step. The third thread sends a heartbeat every second, with the
-duration of the current step. So the client can tell a dead process from a long step, and a long step from an endless
-one. Loading and packing are not steps.
+The process has three threads, and one more while weights arrive from a trainer. The main thread loads the model and
+steps the engine. The second thread reads commands into an inbox, so that a command waits for at most one step. The
+third thread sends a heartbeat every second, with the duration of the current step. So the client can tell a dead
+process from a long step, and a long step from an endless one. Loading and packing are not steps.
 
 An engine with `tensor_parallel` has more processes (rank_group.py). If one of them is lost, this process sends
 `failed`, which may also follow `ready`, and exits.
@@ -57,7 +61,8 @@ from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request, Task
 from fp8serve.engine.sequence import StepOutput
 from fp8serve.engine.task import task_of
-from fp8serve.errors import Fp8ServeError, MachineError, RequestError
+from fp8serve.engine.weight_receiver import GroupAddress, TensorInfo, WeightReceiver
+from fp8serve.errors import Fp8ServeError, MachineError, RequestError, one_line
 from fp8serve.processes import describe_error, end_process, process_seconds
 
 HEARTBEAT_SECONDS = 1.0
@@ -68,6 +73,7 @@ FLOAT_BYTES = 22  # the most that a number in JSON takes
 PACK_SECONDS = 0.02  # that an idle engine packs weights before it looks at the inbox again
 NO_SCALES = "Only a model that writes text updates its scales from requests, and this model does not write text."
 NO_WEIGHTS = "Only the weights of a model that writes text can be replaced, and this model does not write text."
+NO_PAUSE = "Only a model that writes text can be paused, and this model does not write text."
 NO_ADAPTERS = "Only a model that writes text can load adapters, and this model does not write text."
 
 Message = dict[str, Any]
@@ -121,6 +127,22 @@ class Worker:
             "stage_weights": self._generative(NO_WEIGHTS, lambda e, m: e.stage_weights(m["directory"])),
             "swap_weights": self._generative(NO_WEIGHTS, lambda e, m: e.swap_weights()),
             "discard_staged_weights": self._generative(NO_WEIGHTS, lambda e, m: e.discard_staged_weights()),
+            "join_group": self._transfer(lambda r, m: r.join(GroupAddress(**m["address"]), m["seconds"])),
+            "leave_group": self._transfer(lambda r, m: r.leave(m["name"])),
+            "receive_weights": self._transfer(
+                lambda r, m: r.receive(m["group"], _tensor_infos(m), m["packed_bytes"], m["seconds"])
+            ),
+            "read_shared_weights": self._transfer(lambda r, m: r.read_shared(m["name"], _tensor_infos(m))),
+            "discard_received_weights": self._transfer(lambda r, m: r.discard()),
+            "stage_received_weights": self._generative(
+                NO_WEIGHTS, lambda e, m: e.stage_received_weights(m["allow_incomplete"])
+            ),
+            "suspend": self._generative(NO_PAUSE, lambda e, m: self._send_outputs(e.suspend())),
+            "resume": self._generative(NO_PAUSE, lambda e, m: e.resume()),
+            "abort_requests": self._generative(
+                NO_PAUSE, lambda e, m: self._send_outputs(e.abort_requests_of_clients())
+            ),
+            "reset_prefix_cache": self._generative(NO_PAUSE, lambda e, m: e.reset_prefix_cache()),
             "load_adapter": self._generative(NO_ADAPTERS, lambda e, m: e.load_adapter(m["name"], m["directory"])),
             "unload_adapter": self._generative(NO_ADAPTERS, lambda e, m: e.unload_adapter(m["name"])),
             "embed": self._encode,
@@ -227,6 +249,20 @@ class Worker:
 
         return command
 
+    def _transfer(self, call: Callable[[WeightReceiver, Message], None]) -> Callable[[Message], None]:
+        """Returns a command that runs `call` in a thread, which replies, while the engine continues to generate."""
+        transfer = self._generative(NO_WEIGHTS, lambda e, m: call(e.receiver, m))
+
+        def run(message: Message) -> None:
+            try:
+                transfer(message)
+            except Exception as problem:  # a defect, for which the client would wait forever
+                text = f"The transfer failed: {type(problem).__name__}: {one_line(problem)}."
+                self._connection.send("reply", id=message["id"], **describe_error(MachineError(text)))
+                raise
+
+        return lambda message: threading.Thread(target=run, args=(message,), daemon=True).start()
+
     def _encode(self, message: Message) -> None:
         try:
             if not isinstance(self._engine, EncoderEngine):
@@ -254,6 +290,10 @@ class Worker:
 
     def _close(self, message: Message) -> None:
         self._is_closed = True
+
+
+def _tensor_infos(message: Message) -> list[TensorInfo]:
+    return [TensorInfo(*fields) for fields in message["tensors"]]
 
 
 def _split_output(output: RequestOutput) -> Iterator[RequestOutput]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fp8serve.errors import ModelError, ScalesError
+from fp8serve.errors import IncompleteError, ModelError, ScalesError
 from fp8serve.fp8.casting import QuantizedWeight
 from fp8serve.fp8.spec import MXFP4, NVFP4, UNQUANTIZED, QuantSpec, weight_specs
 from fp8serve.fp8.stateful import state_key
@@ -22,7 +22,7 @@ from fp8serve.model.building import Model, build_any_on_meta
 from fp8serve.model.config.decoder import read_any_config
 from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.model_config import AnyConfig, ModelConfig
-from fp8serve.model.config.wrappers import open_text_shards, read_text_config
+from fp8serve.model.config.wrappers import read_text_config, text_shards
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.int4 import widen_int4
 from fp8serve.model.formats.interop import Quantization, ScaleKey
@@ -32,7 +32,7 @@ from fp8serve.model.formats.stacked_experts import split_stacked_experts
 from fp8serve.model.formats.torchao import with_canonical_names
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.storage.files import present
-from fp8serve.model.storage.shards import Shards, type_name
+from fp8serve.model.storage.shards import Shards, open_shards, shards_in_memory, type_name
 
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias")  # buffers in old files
 # buffers and pre-training heads of encoders
@@ -96,6 +96,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self._embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         self.linears = model.linear_names()
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        self.default_input_scales: Mapping[str, Tensor] = {}  # of layers whose files have none, by layer
         self._scales: dict[ScaleKey, str] = {}
         for key in shards:
             self._classify(key)
@@ -130,14 +131,14 @@ class Checkpoint(Mapping[str, Tensor]):
         elif not self._is_ignored(key):
             raise ModelError(f"{self.path} holds the tensor {key}, which {self.any_config.architecture} does not have.")
 
-    def _incomplete(self, missing: list[str]) -> ModelError:
+    def _incomplete(self, missing: list[str]) -> IncompleteError:
         if missing == [*self._tied_names[:1]]:  # embedding models are published without a head, and with a modules.json
-            return ModelError(
+            return IncompleteError(
                 f"{self.path} lacks the output layer {missing[0]}: the checkpoint is incomplete or, if it is an "
                 "embedding model, lacks the modules.json of sentence-transformers."
             )
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return ModelError(f"{self.path} lacks the tensor {missing[0]}{more}; the checkpoint is incomplete.")
+        return IncompleteError(f"{self.path} lacks the tensor {missing[0]}{more}; the checkpoint is incomplete.")
 
     def _is_ignored(self, key: str) -> bool:
         config = self.any_config
@@ -174,7 +175,7 @@ class Checkpoint(Mapping[str, Tensor]):
         if dtype is torch.float8_e4m3fn or is_4bit:
             kind = "packed" if is_4bit else "FP8"
             if ScaleKey(name.removesuffix(".weight"), "weight") not in self._scales:
-                raise ModelError(f"{self.path}: {name} is {kind} but has no weight_scale.")
+                raise IncompleteError(f"{self.path}: {name} is {kind} but has no weight_scale.")
             if len(self.shapes[name]) != 2:
                 raise ModelError(f"{self.path}: {name} is {kind} and not a matrix; store it in BF16.")
             return True
@@ -320,6 +321,8 @@ class Checkpoint(Mapping[str, Tensor]):
         key = self.scale_key(linear, "input")
         if spec.source != "stored":
             return None
+        if key is None and linear in self.default_input_scales:
+            return self.default_input_scales[linear]
         if key is None:
             raise ModelError(f"{self.path}: {linear} has no input_scale, which static activation quantization needs.")
         return interop.to_quantizing_scale(key, self.shards[key], self.shards.entries[key].note)
@@ -337,10 +340,24 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     Raises ModelError if the configuration is unsupported, a file is damaged, or a tensor is missing, unknown or has the
     wrong shape.
     """
-    path = Path(model_dir)
-    config = read_any_config(path)
-    quantization = interop.read_quantization(path, read_text_config(path))
-    shards, omitted_modules = open_text_shards(path)
+    return _open(Path(model_dir), Path(model_dir))
+
+
+def checkpoint_of_tensors(tensors: Mapping[str, Tensor], model_dir: Path, name: str) -> Checkpoint:
+    """Returns tensors in memory as a checkpoint of the model in `model_dir`, whose config.json says how they are
+    quantized. `name` stands for the directory in messages.
+
+    Raises IncompleteError if a weight is missing, and otherwise the errors of `open_checkpoint`.
+    """
+    return _open(model_dir, Path(name), shards_in_memory(tensors, name))
+
+
+def _open(model_dir: Path, path: Path, stored: Shards | None = None) -> Checkpoint:
+    """Returns the checkpoint of the tensors `stored`, by default those in the files of `model_dir`. `path` is their
+    place in messages."""
+    config = read_any_config(model_dir)
+    quantization = interop.read_quantization(model_dir, read_text_config(model_dir))
+    shards, omitted_modules = text_shards(open_shards(model_dir) if stored is None else stored, model_dir)
     shards = with_weight_names(with_canonical_names(shards))
     if isinstance(config, ModelConfig):
         shards, predictors = without_predictors(shards, config)

@@ -18,7 +18,7 @@ from starlette.responses import RedirectResponse, Response
 
 import fp8serve
 from fp8serve.server.api import anthropic_messages, model_list_routes, responses
-from fp8serve.server.api.native import finetune_routes, generation_routes, model_routes, status_routes
+from fp8serve.server.api.native import finetune_routes, generation_routes, model_routes, status_routes, trainer_routes
 from fp8serve.server.api.openai import chat_routes, completion_routes, embedding_routes, finetuning_routes
 from fp8serve.server.api.openapi_description import describe
 from fp8serve.server.data_directory import DataDirectory
@@ -34,7 +34,7 @@ from fp8serve.server.settings import Settings
 SUMMARY = "Serve a language model in FP8, fine-tune it in FP8, and serve the result, through one interface."
 ROUTES = (
     generation_routes, completion_routes, chat_routes, responses, anthropic_messages, embedding_routes,
-    model_list_routes, finetune_routes, model_routes, finetuning_routes, status_routes,
+    model_list_routes, finetune_routes, model_routes, trainer_routes, finetuning_routes, status_routes,
 )  # fmt: skip
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

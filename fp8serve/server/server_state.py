@@ -193,6 +193,7 @@ class ServerState:
         self.draining.set()
         for model in self.models.models.values():
             model.is_shutting_down = True
+            model.released.set()  # waiting requests are refused
         self.model_loader.cancel_changes()
         self._tasks.append(asyncio.create_task(self.runner.close(self.settings.drain_seconds)))
 

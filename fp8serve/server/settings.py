@@ -187,6 +187,9 @@ class Settings(EngineOptions):
     )
     step_seconds: Annotated[Seconds, About("Seconds of one step after which the engine is restarted.")] = 600.0
     load_seconds: Annotated[Seconds, About("Seconds for weights to load.")] = 1800.0
+    transfer_seconds: Annotated[
+        Seconds, About("Seconds for a trainer's process group to connect, and for each message of weights to arrive.")
+    ] = 300.0
     request_seconds: Annotated[float | None, Gt(0), About("Seconds for a response to finish.", unset="no limit")] = None
     tool_parser: Annotated[
         ToolFormat, About("Format of the model's tool calls; auto: the format of its chat template.")

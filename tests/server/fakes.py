@@ -81,6 +81,13 @@ class FakeEngine:
         self.adapters: dict[str, Path] = {}
         self.bad_adapters: set[str] = set()
         self.weights: list[Path] = []
+        self.calls: list[tuple[Any, ...]] = []  # of a trainer
+        self.needed = {"a", "b"}  # the names of the weights
+        self.received: set[str] = set()
+        self.transfer_problem: Exception | None = None
+        self.resumed = asyncio.Event()  # cleared while clients' requests are suspended
+        self.resumed.set()
+        self.aborts = False  # whether the requests that run now are aborted
         self.requests: list[Request] = []
         self.surprise = 1.0  # multiplies the log-probabilities of prompts
         self.surprised_by: set[str] = set()  # adapters that make them a hundred times as large
@@ -131,6 +138,11 @@ class FakeEngine:
         text, offset = "", 0
         for i in range(params.max_new_tokens):
             await asyncio.sleep(self.delay)
+            if request.group and self.aborts:
+                yield RequestOutput(request.request_id, finish_reason="abort", num_generated=i)
+                return
+            if request.group:
+                await self.resumed.wait()
             if self.gate is not None and request.group and i + 1 == params.max_new_tokens:
                 await eventually(self.gate.exists, "the gate")
             if not self.alive:
@@ -224,6 +236,48 @@ class FakeEngine:
 
     async def discard_staged_weights(self) -> None:
         pass
+
+    async def join_group(self, address: dict[str, Any], seconds: float) -> None:
+        self.calls.append(("join_group", address, seconds))
+
+    async def leave_group(self, name: str) -> None:
+        self.calls.append(("leave_group", name))
+
+    async def receive_weights(self, group: str, tensors: Any, packed_bytes: int | None, seconds: float) -> None:
+        if self.transfer_problem is not None:
+            raise self.transfer_problem
+        self.calls.append(("receive_weights", group, tensors, packed_bytes, seconds))
+        self.received |= {name for name, _, _ in tensors}
+
+    async def read_shared_weights(self, name: str, tensors: Any) -> None:
+        self.calls.append(("read_shared_weights", name, tensors))
+        self.received |= {name for name, _, _ in tensors}
+
+    async def discard_received_weights(self) -> None:
+        self.received = set()
+
+    async def stage_received_weights(self, allow_incomplete: bool) -> str | None:
+        if not self.received >= self.needed:
+            if allow_incomplete:
+                return None
+            raise ModelError("The update lacks the tensor b; the checkpoint is incomplete.")
+        self.received = set()
+        return "0123456789ab"
+
+    async def suspend(self) -> None:
+        self.calls.append(("suspend",))
+        self.resumed.clear()
+
+    async def resume(self) -> None:
+        self.calls.append(("resume",))
+        self.aborts = False
+        self.resumed.set()
+
+    async def abort_requests(self) -> None:
+        self.aborts = True
+
+    async def reset_prefix_cache(self) -> None:
+        self.calls.append(("reset_prefix_cache",))
 
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
         if directory.name in self.bad_adapters:

@@ -77,11 +77,9 @@ def text_tensor_name(key: str) -> str | None:
     return None if _module(key) in _IMAGE_MODULES else key
 
 
-def open_text_shards(model_dir: Path) -> tuple["Shards", tuple[str, ...]]:
-    """Returns the language model's tensors by their own names, and the names of the modules that are not loaded."""
-    from fp8serve.model.storage.shards import open_shards
-
-    shards = open_shards(model_dir)
+def text_shards(shards: "Shards", model_dir: Path) -> tuple["Shards", tuple[str, ...]]:
+    """Returns the language model's tensors by their own names, and the names of the modules that are not loaded.
+    `shards` are all tensors of the model in `model_dir`."""
     if not is_wrapper(read_json(model_dir / "config.json")):
         return shards, ()
     names = {key: name for key in shards if (name := text_tensor_name(key)) is not None}

@@ -21,7 +21,7 @@ import math
 import mmap
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 from weakref import WeakValueDictionary
@@ -84,6 +84,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int = 0  # offset of its bytes from the beginning of the file
     note: str | None = None  # the file's metadata under the tensor's name
+    content: Tensor | None = field(default=None, compare=False, repr=False)  # of a file in memory: its bytes, uint8 [N]
 
     @property
     def end(self) -> int:
@@ -141,9 +142,9 @@ class Shards(Mapping[str, Tensor]):
         entry = self.entries[name]
         if entry.end == entry.start:
             return torch.empty(entry.shape, dtype=entry.dtype)
-        if entry.file not in self._mapped:
+        if entry.content is None and entry.file not in self._mapped:
             self._mapped[entry.file] = map_file(entry.file)
-        file = self._mapped[entry.file]
+        file = self._mapped[entry.file] if entry.content is None else entry.content
         if len(file) < entry.end:
             raise ModelError(f"{entry.file} was replaced while it was read; load the model again.")
         raw = file[entry.start : entry.end]
@@ -172,6 +173,16 @@ class Shards(Mapping[str, Tensor]):
             folder = self.entries[keys[duplicate]].file.parent
             raise ModelError(f"{folder} holds the tensor {duplicate} under two names.")
         return Shards({new: self.entries[old] for new, old in keys.items()}, self.metadata)
+
+
+def shards_in_memory(tensors: Mapping[str, Tensor], name: str) -> Shards:
+    """Returns tensors in memory as if they were those of a directory. `name` stands for the files in messages."""
+
+    def entry(tensor: Tensor) -> StoredTensor:
+        content = tensor.reshape(-1).view(torch.uint8)
+        return StoredTensor(Path(name), tensor.dtype, tuple(tensor.shape), content=content)
+
+    return Shards({key: entry(tensor) for key, tensor in tensors.items()})
 
 
 class ComputedShards(Shards):

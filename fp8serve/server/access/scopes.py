@@ -43,7 +43,12 @@ OPENED_BY: dict[Scope, tuple[str, ...]] = {
     "admin": (
         "POST /finetune/{job_id}/activate", "POST /models/{name:path}/activate", "POST /models/{name:path}/load",
         "POST /models/{name:path}/unload", "POST /models/{name:path}/alias", "POST /scales/save", "POST /weights",
-        "POST /requests/{request_id}/cancel",
+        "POST /requests/{request_id}/cancel", "POST /pause", "POST /resume", "GET /is_paused", "GET /get_world_size",
+        "GET /server_info",
+        "POST /init_weight_transfer_engine", "POST /start_weight_update", "POST /update_weights",
+        "POST /finish_weight_update", "POST /reset_prefix_cache", "POST /pause_generation",
+        "POST /continue_generation", "POST /init_weights_update_group", "POST /destroy_weights_update_group",
+        "POST /update_weights_from_distributed", "GET /flush_cache", "POST /flush_cache",
         "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter",
     ),
 }  # fmt: skip

@@ -64,6 +64,8 @@ ACTIVATION = (
 SCALE_SAVE = (*MODEL_UNAVAILABLE, Code.NOT_ROLLING, Code.NAME_TAKEN, Code.ALIAS_BUSY, Code.DISK_FULL)
 LOAD = (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.LOAD_FAILED, Code.JOB_STATE)
 ADAPTER_LOAD = (*LOAD, Code.ALIAS_BUSY, Code.STARTING, Code.ENGINE_DOWN, Code.DRAINING)
+ENGINE_CALL = (Code.LOAD_FAILED, Code.STARTING, Code.ENGINE_DOWN)
+WEIGHT_UPDATE = (*ENGINE_CALL, Code.ALIAS_BUSY, Code.ACTIVATION_FAILED, Code.DRAINING)
 RESUMPTION = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.TRAINING_REFUSED, Code.DRAINING, Code.DISK_FULL)
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -118,6 +120,23 @@ ERROR_CODES: dict[tuple[str, str], tuple[Code, ...]] = {
     ("post", "/models/{name}/unload"): (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.ALIAS_BUSY),
     ("post", "/models/{name}/alias"): (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN),
     ("post", "/weights"): (*ADAPTER_LOAD, Code.ACTIVATION_FAILED),
+    ("get", "/get_world_size"): (),
+    ("get", "/server_info"): (Code.STARTING, Code.ENGINE_DOWN),
+    ("post", "/init_weight_transfer_engine"): (*ENGINE_CALL, Code.DRAINING),
+    ("post", "/start_weight_update"): ENGINE_CALL,
+    ("post", "/update_weights"): WEIGHT_UPDATE,
+    ("post", "/finish_weight_update"): WEIGHT_UPDATE,
+    ("post", "/pause"): (*ENGINE_CALL, Code.DRAINING, Code.INVALID_PARAMETER),
+    ("post", "/resume"): (Code.LOAD_FAILED,),
+    ("get", "/is_paused"): (),
+    ("post", "/reset_prefix_cache"): ENGINE_CALL,
+    ("post", "/init_weights_update_group"): (*ENGINE_CALL, Code.DRAINING),
+    ("post", "/destroy_weights_update_group"): ENGINE_CALL,
+    ("post", "/update_weights_from_distributed"): WEIGHT_UPDATE,
+    ("post", "/pause_generation"): (*ENGINE_CALL, Code.DRAINING),
+    ("post", "/continue_generation"): (Code.LOAD_FAILED,),
+    ("get", "/flush_cache"): ENGINE_CALL,
+    ("post", "/flush_cache"): ENGINE_CALL,
     ("post", "/v1/load_lora_adapter"): ADAPTER_LOAD,
     ("post", "/v1/unload_lora_adapter"): (Code.MODEL_NOT_FOUND, Code.DISK_FULL),
     ("post", "/v1/files"): (Code.INVALID_PARAMETER, Code.UNSUPPORTED_MEDIA_TYPE, Code.DISK_FULL),
@@ -158,6 +177,20 @@ EXAMPLES: dict[str, JsonObject] = {
     "/models/{name}/load": {"source": None},
     "/models/{name}/alias": {"alias": "gpt-4o-mini"},
     "/weights": {"path": "policy/step-12"},
+    "/init_weight_transfer_engine": {
+        "init_info": {"master_address": "10.0.0.5", "master_port": 51216, "rank_offset": 1, "world_size": 2}
+    },
+    "/update_weights": {
+        "update_info": {"names": ["model.norm.weight"], "dtype_names": ["bfloat16"], "shapes": [[4096]]}
+    },
+    "/init_weights_update_group": {
+        "master_address": "10.0.0.5",
+        "master_port": 51216,
+        "rank_offset": 1,
+        "world_size": 2,
+        "backend": "gloo",
+    },
+    "/update_weights_from_distributed": {"names": ["model.norm.weight"], "dtypes": ["bfloat16"], "shapes": [[4096]]},
     "/v1/load_lora_adapter": {"lora_name": "clerk", "lora_path": "clerk-2026-01"},
     "/v1/unload_lora_adapter": {"lora_name": "tutor"},
 }

@@ -78,8 +78,6 @@ SAMPLING = (
     refused("vLLM", "priority", "Requests are scheduled fairly between tenants.", 0),
     refused("vLLM", "request_id", "Send the header X-Request-Id."),
     refused("vLLM", "cache_salt", "The prefix cache is shared by all requests."),
-    refused("vLLM", "return_tokens_as_token_ids", "POST /tokenize returns the ids of a text.", False),
-    refused("vLLM", "return_token_ids", "POST /tokenize returns the ids of a text.", False),
     refused("vLLM", "return_token_offsets", "POST /tokenize returns the tokens of a text.", False),
     refused("vLLM", "return_mm_kwargs", "Input is text.", True),
     refused("vLLM", "routed_experts_prompt_start", "", 0),

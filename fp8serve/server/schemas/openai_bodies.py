@@ -57,6 +57,8 @@ class SamplingBody(Body, StructuredOutputFields):
     top_k: Annotated[int, Ge(-1), Le(INT32)] | None = None  # -1 means all tokens, as in vLLM
     logit_bias: LogitBias | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's
+    return_token_ids: bool | None = None  # vLLM's; the response also has the token ids of prompts and completions
+    return_tokens_as_token_ids: bool | None = None  # vLLM's; log-probabilities name a token "token_id:N"
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
@@ -68,6 +70,12 @@ class SamplingBody(Body, StructuredOutputFields):
     def _prompt_logprobs_are_not_streamed(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
             raise PydanticCustomError("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out stream")
+        return self
+
+    @model_validator(mode="after")
+    def _token_ids_are_not_streamed(self) -> Self:
+        if self.stream and self.return_token_ids:
+            raise PydanticCustomError("return_token_ids", "return_token_ids cannot be streamed; leave out stream")
         return self
 
     @property

@@ -73,6 +73,8 @@ class Generation:
         self._fault: Fault | None = None  # raised after these outputs
         self._waiter: asyncio.Future[None] | None = None  # what `outputs` awaits while nothing has arrived
         self.write_directly: Callable[[str], bool] | None = None
+        self.returns_aborted = False  # whether the response may end with the finish reason "abort"
+        self.was_paused = False  # whether the requests were aborted because generation was paused (trainer.py)
         self._lease = contextlib.ExitStack()
         slots = reservation.admit([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
@@ -239,7 +241,7 @@ class _Sequence:
         self.usage.update(output)
         if output.finish_reason is None:
             return None
-        if fault := _fault_of(output, self._generation.served.engine.alive):
+        if fault := _fault_of(output, self._generation):
             return fault
         self._recorder.record_end(self._request, output)
         self._end("ok")
@@ -263,11 +265,11 @@ def _fault_of_error(error: Exception) -> Fault:
     return Fault(Code.INTERNAL, "The server failed while it was generating.")
 
 
-def _fault_of(output: RequestOutput, alive: bool) -> Fault | None:
+def _fault_of(output: RequestOutput, generation: Generation) -> Fault | None:
     if output.finish_reason == "error":
-        code = Code.GENERATION_FAILED if alive else Code.ENGINE_DOWN
+        code = Code.GENERATION_FAILED if generation.served.engine.alive else Code.ENGINE_DOWN
         return Fault(code, output.error or "The engine failed while it was generating.")
-    if output.finish_reason == "abort":
+    if output.finish_reason == "abort" and not (generation.was_paused and generation.returns_aborted):
         return Fault(Code.DRAINING, "The request was aborted before it finished.")
     return None
 

@@ -70,8 +70,10 @@ class ServedModel:
         self.problem: Fp8ServeError | None = None  # why the model could not be loaded
         self.adapters: dict[str, ServedAdapter] = {}
         self.is_replacing_weights = False  # whether `replace_weights` is copying weights over the served ones
-        self.released = asyncio.Event()  # cleared while new requests wait for `_swap_in_place`
+        self.released = asyncio.Event()  # cleared while new requests wait for an exchange or the end of a pause
         self.released.set()
+        self.is_paused = False  # whether generation is paused until a client continues it (trainer.py)
+        self.has_open_update = False  # whether a trainer has started an update that it will finish explicitly
         self.is_shutting_down = False  # whether the server stops after the requests in flight
         self.needs_layer_stats = False  # whether /metrics reports FP8 layers one by one
         self.gpu_memory: float | None = None  # for an engine without this option, unless it replaces another one
@@ -186,6 +188,11 @@ class ServedModel:
         self.current, self.state = served, "ready"
         self.admission.capacity.num_seqs = served.engine.info.get("max_num_seqs", served.source.options.num_seqs)
 
+    def release(self) -> None:
+        """Lets new requests continue that waited for a swap, unless generation is paused."""
+        if not self.is_paused:
+            self.released.set()
+
     def is_swapping(self) -> bool:
         """Whether other weights are being loaded for this model."""
         return self.swap_lock.locked()
@@ -269,6 +276,7 @@ class ServedModel:
     async def unload(self, seconds: float) -> None:
         """Refuses new requests and closes the engines. Requests in flight are aborted after `seconds`."""
         self.state = "unloading"
+        self.released.set()
         if self.current is not None:
             self.retire(self.current)
         if self._retiring:

@@ -53,9 +53,9 @@ async def activate(
     changes nothing: the served weights are always those that the next start of the server would load.
     """
     model.refuse_if_unloading()
-    if model.adapters:
-        hint = f"Unload first: {', '.join(model.adapters)}."
-        raise Fault(Code.ALIAS_BUSY, "The model has adapters, which belong to its current weights.", hint=hint)
+    refuse_if_adapted(model)
+    if model.is_paused:
+        raise Fault(Code.ALIAS_BUSY, "Generation is paused.", hint="Continue it first.")
     _refuse_if_swapping(model)
     async with model.swap_lock:
         model.activating = source.model_id, time.monotonic()
@@ -135,7 +135,7 @@ async def _swap_in_place(
         verified = await _verify_swapped(model, new, save_activation, verification, perplexity)
         _take_over(model, new, save_activation)
     finally:
-        model.released.set()
+        model.release()
         with contextlib.suppress(Fp8ServeError, OSError):
             await old.engine.discard_staged_weights()
     log.info("%s replaced the weights of the running engine", source.model_id)
@@ -158,15 +158,9 @@ def _obstacle_to_swap(old: ServedWeights, source: WeightSource) -> str | None:
 async def _drain_and_swap(old: ServedWeights) -> None:
     try:
         await _wait_until_unleased(old, MAX_DRAIN_SECONDS)
-        try:
-            await old.engine.swap_weights()
-        except asyncio.CancelledError:  # the engine may exchange them nevertheless
-            await asyncio.shield(old.engine.kill("The exchange of its weights was interrupted."))
-            raise
+        await _exchange(old)
     except Fault as fault:
         raise _NotInPlaceError(fault.message) from None
-    except (Fp8ServeError, OSError) as error:
-        raise _NotInPlaceError(str(error)) from None
 
 
 async def _verify_swapped(
@@ -233,6 +227,81 @@ async def replace_weights(
         model.current = new
         log.info("now serving %s with the weights %s", new.source.model_id, new.weight_version)
         return new, verified
+
+
+async def serve_received(
+    model: ServedModel, seconds: float, label: str | None = None, *, allow_incomplete: bool = False
+) -> ServedWeights | None:
+    """Serves the weights that a trainer has sent to the engine (trainer.py). Returns None, and changes nothing, if
+    `allow_incomplete` and some of the model's weights have not arrived yet.
+
+    The engine first checks and stages them beside the served ones. Requests in flight have `seconds` to finish, and new
+    ones wait meanwhile; suspended requests continue with the new weights. Then the weights are exchanged and must
+    generate a token, or else they are exchanged again. `label` names the version; by default it is a digest.
+
+    Raises Fault 409 if the weights do not fit, or if requests do not finish in time. The old weights then still serve.
+    """
+    old = model.resolve()
+    _refuse_if_swapping(model)
+    async with model.swap_lock:
+        try:
+            version = await old.engine.stage_received_weights(allow_incomplete)
+        except (Fp8ServeError, OSError) as error:
+            raise Fault(Code.LOAD_FAILED, f"The weights cannot be loaded: {error}") from None
+        if version is None:
+            return None
+        new = replace(
+            old, weight_version=f"{old.source.key}-{label or version}", overwritten_from=None, leases=0,
+            unleased=asyncio.Event(),
+        )  # fmt: skip
+        model.released.clear()
+        try:
+            if not model.is_paused:
+                await wait_until_idle(model, seconds)
+            await _exchange(old)
+            await _verify_swapped(model, new, _save_nothing, UNVERIFIED, None)
+            if model.current is not old:
+                raise Fault(Code.ENGINE_DOWN, "The engine ended while its weights were being replaced.", retry_after=2)
+            model.serve(new)
+            model.admission.metrics.swaps("ok").inc()
+        finally:
+            model.release()
+            with contextlib.suppress(Fp8ServeError, OSError):
+                await old.engine.discard_staged_weights()
+        log.info("now serving %s with the weights %s", new.source.model_id, new.weight_version)
+        return new
+
+
+async def _exchange(old: ServedWeights) -> None:
+    """Exchanges the staged weights. Raises Fault 409 if that fails; the old weights then still serve."""
+    try:
+        await old.engine.swap_weights()
+    except asyncio.CancelledError:  # the engine may exchange them nevertheless
+        await asyncio.shield(old.engine.kill("The exchange of its weights was interrupted."))
+        raise
+    except (Fp8ServeError, OSError) as error:
+        raise Fault(Code.LOAD_FAILED, f"The weights cannot be exchanged: {error}") from None
+
+
+async def _save_nothing(key: str) -> None:
+    """The weights of a trainer are not stored: a server that starts again loads those with which it first started."""
+
+
+async def wait_until_idle(model: ServedModel, seconds: float | None) -> None:
+    """Waits until no request of the model is in flight. Raises Fault 409 if that takes more than `seconds`."""
+    capacity = model.admission.capacity
+    try:
+        async with asyncio.timeout(seconds):
+            await capacity.idle.wait()
+    except TimeoutError:
+        message = f"{capacity.in_flight} requests were still running after {seconds:g} seconds."
+        raise Fault(Code.ALIAS_BUSY, message, hint="Pause generation first.") from None
+
+
+def refuse_if_adapted(model: ServedModel) -> None:
+    if model.adapters:
+        hint = f"Unload first: {', '.join(model.adapters)}."
+        raise Fault(Code.ALIAS_BUSY, "The model has adapters, which belong to its current weights.", hint=hint)
 
 
 async def _verify_or_restore(

@@ -208,3 +208,27 @@ async def test_a_request_that_can_never_fit_is_refused_without_retry_after(start
         assert "retry-after" not in answer.headers
         few = {"prompt": ["a"] * 64, "n": 4, "max_tokens": 1}
         assert (await server.client.post("/v1/completions", json=few)).status_code == 200
+
+
+async def test_token_ids_are_returned_on_request(start: Start) -> None:
+    """The fake engine repeats the tokens of the prompt."""
+    options = {"max_tokens": 4, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    async with start() as server:
+        body = {"prompt": [[97, 98], [99]], "n": 2, "logprobs": 1, **options}
+        choices = (await server.client.post("/v1/completions", json=body)).json()["choices"]
+        assert [choice["prompt_token_ids"] for choice in choices] == [[97, 98], [97, 98], [99], [99]]
+        assert [choice["token_ids"] for choice in choices] == [[97, 98, 97, 98]] * 2 + [[99] * 4] * 2
+        assert choices[0]["logprobs"]["tokens"] == ["token_id:97", "token_id:98"] * 2
+        assert choices[0]["logprobs"]["top_logprobs"][0]["token_id:97"] == -0.5
+        chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 1, **options}
+        answer = (await server.client.post("/v1/chat/completions", json=chat)).json()
+        prompt = (await server.client.post("/tokenize", json={"messages": chat["messages"]})).json()["tokens"]
+        (choice,) = answer["choices"]
+        assert (answer["prompt_token_ids"], choice["token_ids"]) == (prompt, prompt[:4])
+        first = choice["logprobs"]["content"][0]
+        assert (first["token"], first["top_logprobs"][0]["token"]) == (f"token_id:{prompt[0]}", "token_id:0")
+        plain = (await server.client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1})).json()
+        assert not {"token_ids", "prompt_token_ids"} & plain["choices"][0].keys()
+        for path, request in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", chat)):
+            refused = await server.client.post(path, json=request | {"return_token_ids": True, "stream": True})
+            assert (refused.status_code, "return_token_ids cannot be streamed" in refused.text) == (400, True)

@@ -44,7 +44,8 @@ class ChatChoice(ResponseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"]
+    token_ids: list[int] | None = omit_if_none()
 
 
 class ChatCompletion(ResponseModel):
@@ -56,6 +57,7 @@ class ChatCompletion(ResponseModel):
     system_fingerprint: str
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = omit_if_none()
 
 
 class ChatRenderer(CompletionRenderer[ChatCompletion]):
@@ -76,8 +78,10 @@ class ChatRenderer(CompletionRenderer[ChatCompletion]):
         return super().add(index, output)
 
     def response(self) -> ChatCompletion:
-        prompt_logprobs = self.choices[0].prompt_logprobs
-        return ChatCompletion.model_validate(self._response_fields() | {"prompt_logprobs": prompt_logprobs})
+        first = self.choices[0]
+        prompt_token_ids = first.prompt_token_ids if self.body.return_token_ids else None
+        fields = {"prompt_logprobs": first.prompt_logprobs, "prompt_token_ids": prompt_token_ids}
+        return ChatCompletion.model_validate(self._response_fields() | fields)
 
     def choice(self, index: int, choice: ChoiceState) -> JsonObject:
         """Returns the JSON of a choice. The content of its message is null if it has tool calls but no text."""
@@ -88,7 +92,9 @@ class ChatRenderer(CompletionRenderer[ChatCompletion]):
         if output.calls:
             message |= {"content": message["content"] or None, "tool_calls": list(map(_tool_call, output.calls))}
         logprobs, reason = self._logprobs(choice.logprobs), _finish_reason(output)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        token_ids = choice.token_ids if self.body.return_token_ids else None
+        fields = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return fields | {"token_ids": token_ids}
 
     def events(self, index: int, output: RequestOutput, delta: list[PositionedToken]) -> Iterator[JsonObject]:
         """Yields a chunk for each delta of the message. The first of them has the log-probabilities, the last one the
@@ -120,7 +126,8 @@ class ChatRenderer(CompletionRenderer[ChatCompletion]):
         return {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, tokens: list[PositionedToken] | None) -> JsonObject | None:
-        return None if tokens is None else chat_logprobs(tokens, self.tokenizer)
+        as_ids = self.body.return_tokens_as_token_ids
+        return None if tokens is None else chat_logprobs(tokens, self.tokenizer, as_ids)
 
 
 def _message_delta(output: SegmentedOutput, event: SegmentEvent) -> JsonObject:

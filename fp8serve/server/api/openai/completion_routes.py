@@ -8,7 +8,7 @@ version of the weights.
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from fastapi import APIRouter, Request
@@ -26,7 +26,15 @@ from fp8serve.server.api.openai.logprobs import (
     position_prompt_tokens,
     prompt_logprobs_by_id,
 )
-from fp8serve.server.api.routing import STREAM, BoundedRoute, CachedTokens, JsonObject, ResponseModel, StateDep
+from fp8serve.server.api.routing import (
+    STREAM,
+    BoundedRoute,
+    CachedTokens,
+    JsonObject,
+    ResponseModel,
+    StateDep,
+    omit_if_none,
+)
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import DONE, to_json
 from fp8serve.server.schemas.openai_bodies import CompletionBody, SamplingBody
@@ -39,9 +47,11 @@ class TextChoice(ResponseModel):
     index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
     stop_reason: str | int | None
     prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = omit_if_none()
+    prompt_token_ids: list[int] | None = omit_if_none()
 
 
 class Usage(ResponseModel):
@@ -66,6 +76,7 @@ class ChoiceState:
     """The outputs of one choice so far. `logprobs` is None if the request does not ask for them."""
 
     logprob_stream: LogprobStream
+    prompt_token_ids: Sequence[int]
     text: str = ""
     logprobs: list[PositionedToken] | None = None
     finish_reason: str | None = None
@@ -73,6 +84,7 @@ class ChoiceState:
     tokens: int = 0
     prompt_logprobs: list[JsonObject | None] | None = None
     cumulative_logprob: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def mean_logprob(self) -> float:
@@ -82,6 +94,7 @@ class ChoiceState:
         """Adds an output and returns its tokens with log-probabilities."""
         self.text += output.text_delta
         self.tokens = output.num_generated
+        self.token_ids += output.token_ids
         self.cumulative_logprob += sum(token.logprob for token in output.logprobs or ())
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         tokens = self.logprob_stream.add(output)
@@ -102,11 +115,15 @@ class CompletionRenderer(Renderer[list[PositionedToken], ResponseT]):
 
     def __init__(self, body: SamplingBody, generation: Generation) -> None:
         super().__init__(generation)
+        generation.returns_aborted = True
         self.body = body
         self.created = int(time.time())
         self.tokenizer = generation.served.tokenizer
         self.params = generation.requests[0].params
-        self.choices = [ChoiceState(LogprobStream(self.tokenizer, self.params)) for _ in generation.requests]
+        self.choices = [
+            ChoiceState(LogprobStream(self.tokenizer, self.params), request.prompt_token_ids)
+            for request in generation.requests
+        ]
 
     @abstractmethod
     def choice(self, index: int, choice: ChoiceState) -> JsonObject:
@@ -257,10 +274,13 @@ class TextRenderer(CompletionRenderer[Completion]):
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "prompt_logprobs": choice.prompt_logprobs,
+            "token_ids": choice.token_ids if self.body.return_token_ids else None,
+            "prompt_token_ids": choice.prompt_token_ids if self.body.return_token_ids else None,
         }
 
     def _logprobs(self, tokens: list[PositionedToken] | None) -> JsonObject | None:
-        return None if tokens is None else completion_logprobs(tokens, self.tokenizer)
+        as_ids = self.body.return_tokens_as_token_ids
+        return None if tokens is None else completion_logprobs(tokens, self.tokenizer, as_ids)
 
 
 @router.post("/completions", summary="Continue a text", response_model=Completion, responses=STREAM)

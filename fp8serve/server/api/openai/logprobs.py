@@ -10,7 +10,7 @@ the key `token_id:N`. Minus infinity is clamped (`routing.finite`), because JSON
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -74,6 +74,10 @@ class PositionedToken:
     has_text: bool
     is_first: bool
     has_logprob: bool = True
+
+
+WriteToken = Callable[[TokenizerFacts, int, PositionedToken], str]
+"""Returns a token as it is written in a response."""
 
 
 class LogprobStream:
@@ -144,45 +148,57 @@ def _by_id(token: TokenLogprob, top: int, tokenizer: TokenizerFacts) -> JsonObje
     }
 
 
-def completion_logprobs(tokens: list[PositionedToken], tokenizer: TokenizerFacts) -> JsonObject:
-    """Returns the `logprobs` of a choice of /v1/completions."""
+def completion_logprobs(
+    tokens: list[PositionedToken], tokenizer: TokenizerFacts, as_ids: bool | None = False
+) -> JsonObject:
+    """Returns the `logprobs` of a choice of /v1/completions. With `as_ids`, tokens are written as `token_id:N`."""
+    write = _write_id if as_ids else _token_text
     return {
-        "tokens": [_token_text(tokenizer, t.token.token_id, t) for t in tokens],
+        "tokens": [write(tokenizer, t.token.token_id, t) for t in tokens],
         "token_logprobs": [finite(t.token.logprob) if t.has_logprob else None for t in tokens],
-        "top_logprobs": [_by_text(t, tokenizer) if t.has_logprob else None for t in tokens],
+        "top_logprobs": [_by_text(t, tokenizer, write) if t.has_logprob else None for t in tokens],
         "text_offset": [t.offset for t in tokens],
     }
 
 
-def _by_text(positioned: PositionedToken, tokenizer: TokenizerFacts) -> dict[str, float]:
+def _by_text(positioned: PositionedToken, tokenizer: TokenizerFacts, write: WriteToken) -> dict[str, float]:
     """Returns the most likely tokens in descending order of probability, and the sampled token. OpenAI documents this
     as "up to logprobs+1 elements"."""
     logprobs = dict(positioned.token.top)
     logprobs.setdefault(positioned.token.token_id, positioned.token.logprob)
     by_text: dict[str, float] = {}
     for token_id, logprob in logprobs.items():
-        text = _token_text(tokenizer, token_id, positioned)
+        text = write(tokenizer, token_id, positioned)
         by_text[f"token_id:{token_id}" if text in by_text else text] = finite(logprob)
     return by_text
 
 
-def chat_logprobs(tokens: list[PositionedToken], tokenizer: TokenizerFacts) -> JsonObject:
-    """Returns the `logprobs` of a choice of /v1/chat/completions."""
-    return {"content": [_chat_logprob(token, tokenizer) for token in tokens], "refusal": None}
+def chat_logprobs(tokens: list[PositionedToken], tokenizer: TokenizerFacts, as_ids: bool | None = False) -> JsonObject:
+    """Returns the `logprobs` of a choice of /v1/chat/completions. With `as_ids`, tokens are written as `token_id:N`."""
+    write = _write_id if as_ids else _token_text
+    return {"content": [_chat_logprob(token, tokenizer, write) for token in tokens], "refusal": None}
 
 
-def _chat_logprob(positioned: PositionedToken, tokenizer: TokenizerFacts) -> JsonObject:
+def _chat_logprob(positioned: PositionedToken, tokenizer: TokenizerFacts, write: WriteToken) -> JsonObject:
     token = positioned.token
-    entry = _top_logprob(token.token_id, token.logprob, positioned, tokenizer)
+    entry = _top_logprob(token.token_id, token.logprob, positioned, tokenizer, write)
     utf8 = list(tokenizer.texts.utf8(token.token_id, positioned.is_first)) if positioned.has_text else None
     entry["bytes"] = utf8
-    return entry | {"top_logprobs": [_top_logprob(i, logprob, positioned, tokenizer) for i, logprob in token.top]}
+    return entry | {
+        "top_logprobs": [_top_logprob(i, logprob, positioned, tokenizer, write) for i, logprob in token.top]
+    }
 
 
-def _top_logprob(token_id: int, logprob: float, positioned: PositionedToken, tokenizer: TokenizerFacts) -> JsonObject:
+def _top_logprob(
+    token_id: int, logprob: float, positioned: PositionedToken, tokenizer: TokenizerFacts, write: WriteToken
+) -> JsonObject:
     has_text = token_id not in tokenizer.special_ids
     utf8 = list(tokenizer.texts.utf8(token_id, positioned.is_first)) if has_text else None
-    return {"token": _token_text(tokenizer, token_id, positioned), "logprob": finite(logprob), "bytes": utf8}
+    return {"token": write(tokenizer, token_id, positioned), "logprob": finite(logprob), "bytes": utf8}
+
+
+def _write_id(tokenizer: TokenizerFacts, token_id: int, positioned: PositionedToken) -> str:
+    return f"token_id:{token_id}"
 
 
 def _token_text(tokenizer: TokenizerFacts, token_id: int, positioned: PositionedToken) -> str:

@@ -1,0 +1,102 @@
+"""A trainer beside the server: it sends weights to the engine's process, and pauses generation meanwhile.
+
+The tensors do not pass through this process. It tells the engine which tensors are about to arrive, and from where
+(engine/weight_receiver.py). They are kept beside the served weights until all have arrived. Then they are checked,
+exchanged and verified (`weight_replacement.serve_received`). So a trainer that fails in the middle changes nothing.
+
+An update that was started explicitly ends when the trainer says so, and lacks nothing then. Otherwise it ends by itself
+with the last weight of the model.
+
+While generation is paused, new requests wait. Those in flight are aborted, finish first, or are suspended in the engine
+and continue afterwards, with the weights that serve then.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Literal
+
+from fp8serve.engine.client import EngineClient
+from fp8serve.errors import Fp8ServeError
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.serving.generation import Generation
+from fp8serve.server.serving.served_model import ServedModel
+from fp8serve.server.serving.served_weights import ServedWeights
+from fp8serve.server.serving.weight_replacement import refuse_if_adapted, serve_received, wait_until_idle
+
+PauseMode = Literal["abort", "wait", "keep"]
+Transfer = Callable[[EngineClient], Awaitable[None]]
+
+
+async def start_update(model: ServedModel) -> None:
+    """Begins an update, and drops tensors of an earlier one."""
+    await call_engine(model, lambda engine: engine.discard_received_weights())
+    model.has_open_update = True
+
+
+async def receive(model: ServedModel, transfer: Transfer, seconds: float, label: str | None) -> ServedWeights | None:
+    """Receives tensors. Serves them if they complete an update that was not started explicitly; returns None if not.
+    Requests in flight have `seconds` to finish."""
+    refuse_if_adapted(model)
+    await call_engine(model, transfer)
+    if model.has_open_update:
+        return None
+    return await serve_received(model, seconds, label, allow_incomplete=True)
+
+
+async def finish_update(model: ServedModel, seconds: float, label: str | None) -> ServedWeights | None:
+    """Serves the weights of an update that was started. Does nothing if it has ended by itself."""
+    if not model.has_open_update:
+        return None
+    model.has_open_update = False
+    return await serve_received(model, seconds, label)
+
+
+async def pause(model: ServedModel, mode: PauseMode, generations: Iterable[Generation]) -> None:
+    """Pauses generation. `generations` are the requests in flight of all models. Raises Fault, and pauses nothing, if
+    the model writes no text or its engine does not run."""
+    engine = model.resolve().engine
+    engine.limits.check_generates()
+    model.is_paused = True
+    model.released.clear()
+    try:
+        if mode == "wait":
+            await wait_until_idle(model, None)
+        async with model.swap_lock:
+            if not model.is_paused:  # `resume` was called meanwhile
+                return
+            if mode == "abort":
+                await abort_requests(model, generations)
+            await _call(engine, lambda engine: engine.suspend())
+    except BaseException:
+        model.is_paused = False
+        model.release()
+        raise
+
+
+async def abort_requests(model: ServedModel, generations: Iterable[Generation]) -> None:
+    """Ends the requests in flight with what they have generated. `generations` are those of all models."""
+    engine = model.resolve().engine
+    for generation in generations:
+        if generation.served.engine is engine:
+            generation.was_paused = True
+    await _call(engine, lambda engine: engine.abort_requests())
+
+
+async def resume(model: ServedModel) -> None:
+    """Continues generation. Does nothing if it is not paused."""
+    async with model.swap_lock:
+        served, model.is_paused = model.current, False
+        if served is not None and served.engine.alive:
+            await _call(served.engine, lambda engine: engine.resume())
+        model.release()
+
+
+async def call_engine(model: ServedModel, call: Transfer) -> None:
+    """Calls the engine of the model. Raises Fault 409 with the sentence of its error."""
+    await _call(model.resolve().engine, call)
+
+
+async def _call(engine: EngineClient, call: Transfer) -> None:
+    try:
+        await call(engine)
+    except (Fp8ServeError, OSError) as error:
+        raise Fault(Code.LOAD_FAILED, str(error)) from None
