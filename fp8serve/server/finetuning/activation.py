@@ -7,22 +7,30 @@ The export needs torch, which the server does not import, so it runs in another 
 
 The job database stores activations, for the next start of the server, by the directory of the model's base weights, and
 by the model's name if it is not the default model. A change continues even if the client that requested it disconnects.
+
+Servers that share a database activate weights together (fronts.py), in new engine processes if there are several
+servers: in the running engine, requests would wait until the last server has loaded the weights. They store activations
+by the model's name. A server that cannot serve the active weights does not start with others.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8serve.errors import Fp8ServeError, ModelError, shown
 from fp8serve.model.storage.files import read_json
 from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.finetuning.database import Event, Job
+from fp8serve.server.finetuning.fronts import LEASE_SECONDS, POLL_SECONDS, Fronts, Swap
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.parsing.request_parser import RequestParser
@@ -35,6 +43,7 @@ from fp8serve.server.serving.weight_replacement import activate
 from fp8serve.train.job_process import job_config
 
 log = logging.getLogger("fp8serve.server")
+T = TypeVar("T")
 MAX_JOBS = 100_000
 MAX_MEASURED_TOKENS = 2048
 CHECKPOINT_NAME = re.compile(r"(.+):ckpt-step-([0-9]{1,9})")
@@ -117,14 +126,15 @@ class WeightSources:
         return None if job is None else (job, int(match[2]))
 
     def checkpoints(self, job: Job) -> list[Event]:
-        """Returns the events of the checkpoints that exist on the disk, newest first.
+        """Returns the events of the checkpoints that exist, newest first.
 
         A checkpoint's directory is complete as soon as it has its name.
         """
         by_step: dict[int, Event] = {}
         for event in self.jobs.newest_events(job.id, 10_000, kind="checkpoint"):
             by_step.setdefault(int(event.data["step"]), event)
-        return [event for step, event in by_step.items() if self._checkpoint_dir(job, step).is_dir()]
+        names = self.runner.artifacts.checkpoints(job.id)
+        return [event for step, event in by_step.items() if f"step-{step}" in names]
 
     def result_key(self, job: Job, step: int | None) -> str:
         """Returns the key of the checkpoint at `step`, or of the job's result if `step` is None or the result's
@@ -134,16 +144,18 @@ class WeightSources:
         return job.id if step is None or is_result else checkpoint_name(job.id, step)
 
     def _checkpoint_dir(self, job: Job, step: int) -> Path:
-        return self.runner.job_dir(job.id) / "out" / "checkpoints" / f"step-{step}"
+        return self.runner.artifacts.checkpoints_dir(job.id) / f"step-{step}"
 
     def _export_checkpoint(self, job: Job, step: int) -> Path:
         """Returns the model directory of a checkpoint. Exports the checkpoint unless it was exported before.
 
         Raises Fault 409 if there is no such checkpoint or it cannot be exported.
         """
-        out, checkpoint = self.runner.job_dir(job.id) / "served" / f"step-{step}", self._checkpoint_dir(job, step)
+        artifacts = self.runner.artifacts
+        out = artifacts.fetch(self.runner.job_dir(job.id) / "served" / f"step-{step}")
         if out.is_dir():
             return out
+        checkpoint = artifacts.fetch(self._checkpoint_dir(job, step))
         if not checkpoint.is_dir():
             steps = ", ".join(str(event.data["step"]) for event in self.checkpoints(job)) or "none"
             message = f"The job has no checkpoint at step {step}; its checkpoints are: {steps}."
@@ -153,15 +165,19 @@ class WeightSources:
         if export.returncode and not out.is_dir():  # another request may have exported it meanwhile
             last_line = (export.stderr.strip().splitlines() or [describe_exit(export.returncode)])[-1]
             raise Fault(Code.JOB_STATE, f"The checkpoint cannot be exported as a model: {safe_text(last_line)}")
+        artifacts.publish(out)
         return out
 
     def startup_sources(self, base_source: WeightSource, model_key: str) -> list[WeightSource]:
         """Returns what a model tries to serve when it starts, in this order: the weights activated under `model_key`,
-        then its base weights."""
+        then its base weights. Servers that share a database serve nothing but the activated weights."""
         key = self.jobs.activated(model_key)
         try:
-            return [base_source] if key in (None, BASE) else [self.find(str(key), base_source), base_source]
+            sources = [base_source] if key in (None, BASE) else [self.find(str(key), base_source), base_source]
+            return sources[:1] if self.jobs.is_shared else sources
         except Fault as fault:
+            if self.jobs.is_shared:
+                raise
             log.error("the activated weights %s cannot be served (%s); serving %s", key, fault, base_source.model_id)
             return [base_source]
 
@@ -199,7 +215,7 @@ class WeightSources:
         return AdapterSource(name or job.model_id, job.model_id, self._result_directory(job), job.id)
 
     def _result_directory(self, job: Job) -> Path:
-        directory = self.runner.result_dir(job)
+        directory = self.runner.artifacts.fetch(self.runner.result_dir(job))
         if job.status != "succeeded" or not directory.is_dir():
             raise Fault(
                 Code.JOB_STATE, f"Only the result of a succeeded job can be served, but this job is {job.status}."
@@ -234,7 +250,7 @@ class WeightSources:
         while (previous := self._get_job(job.source)) is not None:
             job = previous
         try:
-            return str(read_json(self.runner.job_dir(job.id) / "job.json")["model"])
+            return str(read_json(self.runner.artifacts.fetch_job(job.id) / "job.json")["model"])
         except (ModelError, KeyError):
             return None
 
@@ -272,6 +288,7 @@ class Activator:
     adapter_loader: AdapterLoader
     parser: RequestParser
     draining: asyncio.Event
+    fronts: Fronts
 
     async def load(self, name: str, base_source: WeightSource | None = None, keep_failed: bool = False) -> ServedModel:
         """Loads the model `name` from `base_source` and returns it.
@@ -296,24 +313,104 @@ class Activator:
         The activation is stored for the next start of the server. The base weights only have to generate a token. They
         are not verified, because they must be able to serve if all else fails.
         """
-        change = self._activate(model, key, ratio)
+        activate_weights = self._activate_on_all if self.jobs.is_shared else self._activate
+        change = activate_weights(model, key, ratio)
         return await self.model_loader.run_to_completion(change, f"activate {shown(key)} as the model {model.name}")
 
-    async def _activate(self, model: ServedModel, key: str, ratio: float) -> tuple[ServedWeights, Verified | None]:
-        model_key = self._model_key(model.name, model.base_source)
+    async def _activate(
+        self, model: ServedModel, key: str, ratio: float, swap: Swap | None = None
+    ) -> tuple[ServedWeights, Verified | None]:
+        source = await asyncio.to_thread(self.sources.find, key, model.base_source)
 
         async def save_activation(served_key: str) -> None:
-            source_key = BASE if served_key == model.base_source.key else served_key
-            await asyncio.to_thread(self.jobs.set_activated, model_key, source_key)
+            if swap is not None and served_key == source.key:
+                await self._agree(swap)
+            else:
+                save = partial(self.jobs.set_activated, self._model_key(model.name, model.base_source))
+                await asyncio.to_thread(save, _stored_key(model, served_key))
 
+        in_place = swap is None or swap.is_alone
         if key == BASE:
-            return await activate(model, model.base_source, save_activation)
-        source = await asyncio.to_thread(self.sources.find, key, model.base_source)
+            return await activate(model, source, save_activation, in_place=in_place)
         job = await asyncio.to_thread(self.jobs.get, job_id_of(source.key))
         has_tokenizer = (source.directory / "tokenizer.json").exists()
         tokenizer = source.directory if has_tokenizer else model.base_source.directory
         verification = await self._verification(model, job, ratio, tokenizer)
-        return await activate(model, source, save_activation, verification)
+        return await activate(model, source, save_activation, verification, in_place)
+
+    # -- several servers -----------------------------------------------------------------------------------------------
+
+    async def _activate_on_all(
+        self, model: ServedModel, key: str, ratio: float
+    ) -> tuple[ServedWeights, Verified | None]:
+        """Activates weights on all servers that share the database, and returns when all of them serve the weights."""
+        source = await asyncio.to_thread(self.sources.find, key, model.base_source)
+        stored_key, seconds = _stored_key(model, source.key), model.deadlines.load
+        swap = await asyncio.to_thread(self.fronts.propose, model.name, stored_key, ratio, seconds)
+        result = await self._join(swap)
+        with contextlib.suppress(Fault, TimeoutError):  # the swap itself can no longer fail
+            async with asyncio.timeout(LEASE_SECONDS):
+                while not await asyncio.to_thread(self.fronts.is_complete, swap):
+                    await asyncio.sleep(POLL_SECONDS)
+        return result
+
+    async def accept(self, swap: Swap) -> None:
+        """Takes part in a swap that another server has begun. A failure is logged, and the other server reports it."""
+        change = self.model_loader.run_to_completion(self._join(swap), f"activate {shown(swap.source)} as {swap.model}")
+        with contextlib.suppress(Fault):
+            await change
+
+    async def _join(self, swap: Swap) -> tuple[ServedWeights, Verified | None]:
+        """Loads the weights of a swap and serves them when all servers have loaded them. Aborts the swap for all
+        servers if this one cannot."""
+        try:
+            model = self.models.require(swap.model)
+            result = await self._activate(model, swap.source, swap.max_ratio, swap)
+        except BaseException as error:
+            reason = error.full_message if isinstance(error, Fault) else "A server ended."
+            await _persist(partial(self.fronts.abort, swap, reason))
+            raise
+        await _persist(partial(self.fronts.set_swapped, swap))
+        return result
+
+    async def _agree(self, swap: Swap) -> None:
+        """Votes that this server has loaded the weights, and returns when all servers have. Raises Fault 409 if one of
+        them could not."""
+        await _persist(partial(self.fronts.set_loaded, swap))
+        while (decision := await _persist(partial(self.fronts.decide, swap))).state == "loading":
+            await asyncio.sleep(POLL_SECONDS)
+        if decision.state == "aborted":
+            message = "Not every server can serve the new weights, so all servers keep the previous ones: "
+            raise Fault(Code.ACTIVATION_FAILED, message + str(decision.reason))
+
+    def missed_activation(self, model: ServedModel) -> str | None:
+        """Returns the key of the active weights if the model serves others, otherwise None. Blocks."""
+        served, key = model.current, self.jobs.activated(self._model_key(model.name, model.base_source))
+        return None if served is None or key in (None, _stored_key(model, served.source.key)) else key
+
+    async def catch_up(self, model: ServedModel, key: str) -> None:
+        """Serves the active weights, which the other servers serve already."""
+
+        async def keep_activation(served_key: str) -> None:
+            pass
+
+        source = await asyncio.to_thread(self.sources.find, key, model.base_source)
+        change = activate(model, source, keep_activation)
+        await self.model_loader.run_to_completion(change, f"serve {shown(key)}, which other servers have activated")
+
+    async def follow_adapters(self, model: ServedModel, previous: set[str]) -> set[str]:
+        """Loads the active adapters that this server lacks, and unloads those that were active at the last call, which
+        returned `previous`. Returns the keys of the active adapters."""
+        model_key = self._model_key(model.name, model.base_source)
+        active = set(await asyncio.to_thread(self.jobs.activated_adapters, model_key))
+        loaded = {a.source.key: name for name, a in model.adapters.items() if a.source.name == a.source.root}
+        for key in active - loaded.keys():
+            trained = await asyncio.to_thread(self.sources.find_adapter, key)
+            if trained is not None:
+                await self.load_adapter(model, await asyncio.to_thread(self.sources.adapter_source, *trained))
+        for key in (previous - active) & loaded.keys():
+            await self.adapter_loader.unload(loaded[key])
+        return active
 
     # -- adapters ------------------------------------------------------------------------------------------------------
 
@@ -369,6 +466,8 @@ class Activator:
 
     def _model_key(self, name: str, base_source: WeightSource) -> str:
         """Returns the key under which the job database stores the activations of a model."""
+        if self.jobs.is_shared:
+            return name
         directory = str(base_source.directory.resolve())
         return directory if name == self.models.default.name else f"{name}={directory}"
 
@@ -380,11 +479,26 @@ class Activator:
         """
         rows: list[MeasuredRow] = []
         try:
-            config = replace(await asyncio.to_thread(job_config, self.runner.job_dir(job.id)), model=str(tokenizer))
+            directory = await asyncio.to_thread(self.runner.artifacts.fetch_job, job.id)
+            config = replace(await asyncio.to_thread(job_config, directory), model=str(tokenizer))
             files = list(config.eval_data or config.data)
             request = {"config": config.to_json(), "files": files, "max_tokens": MAX_MEASURED_TOKENS}
             for ids, counts in json.loads(await self.parser.inspect_rows("first_rows", json.dumps(request).encode())):
                 rows.append(MeasuredRow(tuple(ids), tuple(counts if any(counts[1:]) else [True] * len(ids))))
-        except (Fp8ServeError, OSError) as error:
+        except (Fp8ServeError, OSError, Fault) as error:
             log.warning("the rows of job %s cannot be read, so its perplexity is not measured: %s", job.id, error)
         return Verification(rows, ratio, model.deadlines.load)
+
+
+async def _persist(call: Callable[[], T]) -> T:
+    """Returns the result of `call`, which is repeated until the database can be used."""
+    while True:
+        try:
+            return await asyncio.to_thread(call)
+        except Fault:  # it is logged
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def _stored_key(model: ServedModel, key: str) -> str:
+    """Returns the key that stands for the weights `key` in the job database."""
+    return BASE if key == model.base_source.key else key

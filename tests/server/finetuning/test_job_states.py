@@ -204,7 +204,7 @@ def test_a_data_directory_of_the_third_layout_keeps_its_jobs_and_events(tmp_path
     store = JobStore(path)
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT * FROM events").fetchall() == before
-        assert [row[:-1] for row in db.execute("SELECT * FROM jobs ORDER BY number")] == jobs
+        assert [row[:-2] for row in db.execute("SELECT * FROM jobs ORDER BY number")] == jobs
         assert db.execute("PRAGMA foreign_key_check").fetchall() == []
         assert layout(path) == layout_of_new_table(tmp_path / "new.sqlite3")
     assert store.activated("MODEL_DIRECTORY") == "ftjob-succeeded"
@@ -266,7 +266,7 @@ def test_a_table_of_another_layout_is_refused_and_not_changed(tmp_path: Path) ->
         newer.execute("PRAGMA user_version=9")
     with pytest.raises(
         MachineError,
-        match="has schema version 9, but this fp8serve reads version 4; start the fp8serve version that wrote it",
+        match="has schema version 9, but this fp8serve reads version 5; start the fp8serve version that wrote it",
     ):
         JobStore(table)
     with closing(sqlite3.connect(table)) as db:
