@@ -221,7 +221,7 @@ class JobRunner:
 
     async def _run_one(self, job: Job) -> None:
         if self._process is not None and self._process.job_id != job.id:  # it was left when the database failed
-            await self._process.stop(CANCEL_SECONDS)
+            await self._release(self._process)
         self.is_busy = True
         try:
             await self._wait_idle()
@@ -296,8 +296,8 @@ class JobRunner:
         return is_pausing and self.store.set_status(job.id, "paused", "The job is paused.")
 
     async def _follow(self, process: TrainingProcess) -> bool:
-        """Stores the process's events until it ends, and stops it if the job is cancelled or paused, or has been
-        claimed by another server.
+        """Stores the process's events until it ends, and stops it if the job is cancelled or paused. Returns early if
+        another server has claimed the job.
 
         Returns whether the job has a result. It is looked up before the last events are stored, so all events of a
         result are stored, too. A process that an earlier server started may write another result in the meantime; the
@@ -311,13 +311,22 @@ class JobRunner:
                 await self._notify()
             if has_ended:
                 return has_result
-            if job.cancel_requested or job.pause_requested or job.owner != self.store.front:
+            if job.owner != self.store.front:
+                await self._release(process)
+                return False
+            if job.cancel_requested or job.pause_requested:
                 await process.stop(CANCEL_SECONDS)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_SECONDS):
                     await self._wake_event.wait()
             self._wake_event.clear()
+
+    async def _release(self, process: TrainingProcess) -> None:
+        """Stops the process of a job that another server has claimed, unless that server follows it: without a bucket,
+        servers share the data directory."""
+        if self.artifacts.bucket is not None:
+            await process.stop(CANCEL_SECONDS)
 
     def _store_events(self, process: TrainingProcess) -> tuple[Job, bool]:
         """Stores the process's new events. Returns the job as it was before, and whether there were new events."""

@@ -276,6 +276,29 @@ async def test_a_server_that_starts_or_returns_serves_the_active_weights(
                 await eventually(lambda server=server: server.state.ready, "readiness")
 
 
+async def test_an_adapter_is_loaded_and_unloaded_on_all_servers(start: Start, database: str, tmp_path: Path) -> None:
+    async with two_servers(start, database, tmp_path) as servers:
+        job = (await wait_for(servers[0], (await submit(servers[0], lora_rank=4))["id"], "succeeded"))["id"]
+        answer = await servers[0].client.post(f"/finetune/{job}/activate")
+        assert answer.status_code == 200, answer.text
+        name = answer.json()["model"]
+
+        async def status() -> int:
+            return (await servers[1].client.post("/v1/completions", json={"model": name, "prompt": "a"})).status_code
+
+        async def has_loaded() -> bool:
+            return await status() == 200
+
+        async def has_unloaded() -> bool:
+            return await status() == 404
+
+        await eventually(has_loaded, "the adapter")
+        answer = await servers[0].client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+        assert answer.status_code == 200, answer.text
+        await eventually(has_unloaded, "the adapter's end")
+        assert all(not server.state.models.default.adapters for server in servers)
+
+
 def served(server: Server) -> str:
     current = server.state.models.default.current
     assert current is not None
@@ -377,6 +400,29 @@ def test_another_server_takes_the_job_of_a_killed_one(database: str, tmp_path: P
             assert second.stop() == 0
         if has_bucket:  # nobody follows the first process any more
             os.kill(int((folders[0] / "jobs" / job / "worker.lock").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_suspended_server_that_returns_leaves_its_job_to_the_other(database: str, tmp_path: Path) -> None:
+    model_dir(tmp_path / "tiny")
+    options = {"model": str(tmp_path / "tiny"), "train_on": "share", "fake": True, "database": database}
+    options |= {"stub": True, "lease_seconds": 3.0, "data_dir": str(tmp_path / "data")}
+    with serving(tmp_path / "a.log", **options) as first:
+        body = {"data": [{"text": "held"}]}
+        job = first.client.post("/finetune", json=body).raise_for_status().json()["id"]
+        until(lambda: first.client.get(f"/finetune/{job}").json()["progress"], "the first step")
+        with serving(tmp_path / "b.log", **options) as second:
+            first.popen.send_signal(signal.SIGSTOP)
+            until(lambda: "taken_over" in codes_of(second, job), "the end of the lease")
+            first.popen.send_signal(signal.SIGCONT)
+            until(lambda: "runs on another server" in first.log.read_text(), "the first server's return")
+            (tmp_path / "data" / "jobs" / job / "go").touch()
+            until(lambda: second.client.get(f"/finetune/{job}").json()["status"] == "succeeded", "the end of the job")
+            assert (tmp_path / "data" / "jobs" / job / "tries.txt").read_text() == "x"
+            assert [code for code in codes_of(first, job) if code] == [
+                "queued", "running", "data", "taken_over", "succeeded",
+            ]  # fmt: skip
+            assert (second.stop(), first.stop()) == (0, 0)
 
 
 def codes_of(server: Process, job: str) -> list[str]:
