@@ -21,13 +21,15 @@ from tests.server.fakes import FakeEngine, Launcher
 
 
 class Hanging(Launcher):
-    """A launcher whose loads hang while `hang` is set. given_up: how many of them were cancelled."""
+    """A launcher whose loads hang while `hang` is set. hung: how many did. given_up: how many were cancelled."""
 
     hang = False
+    hung = 0
     given_up = 0
 
     async def __call__(self, source: WeightSource) -> tuple[FakeEngine, Tokenizer]:
         if self.hang:
+            self.hung += 1
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -94,7 +96,7 @@ async def test_an_engine_is_replaced_while_other_weights_are_being_loaded(start:
     async with start(launcher) as server:
         launcher.hang = True
         swap = asyncio.create_task(activate(server))
-        await eventually(server.state.models.default.is_swapping)
+        await eventually(lambda: launcher.hung)
         launcher.hang = False
         dead = launcher.engine
         dead.alive = False
