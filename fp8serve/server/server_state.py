@@ -24,13 +24,14 @@ from fp8serve.server.access.keys import KeyFile
 from fp8serve.server.access.limits import TenantLimiter
 from fp8serve.server.data_directory import JOB_DATABASE, DataDirectory
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.activation import Activator, WeightSources
+from fp8serve.server.finetuning.activation import Activator
 from fp8serve.server.finetuning.artifacts import Bucket
 from fp8serve.server.finetuning.fronts import Fronts
 from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.finetuning.replication import Replication
 from fp8serve.server.finetuning.submission import Retention, Submissions
+from fp8serve.server.finetuning.weight_sources import WeightSources
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.serving.admission import Admission, Capacity, StreamLimiter

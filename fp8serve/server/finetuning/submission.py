@@ -15,7 +15,7 @@ JOB_DIR/events.jsonl                  the events, which the server copies to the
 JOB_DIR/out/                          checkpoints and the result
 JOB_DIR/result.json                   the sign that the job has succeeded
 JOB_DIR/worker.lock, worker.log       the lock of the process, and its output
-JOB_DIR/served/step-N/                checkpoints that were exported as models (activation.py)
+JOB_DIR/served/step-N/                checkpoints that were exported as models (weight_sources.py)
 
 A client can delete a job that has ended. The server deletes the oldest of them if there are more than it keeps. Neither
 deletes a job whose result is served, is activated for the next start, or is needed by another job. The job is removed
@@ -41,11 +41,11 @@ from fp8serve.model.storage.files import fsync
 from fp8serve.model.text.data_files import ending_of, is_line_based
 from fp8serve.options import http_address
 from fp8serve.server.faults import Code, Fault, safe_text
-from fp8serve.server.finetuning.activation import WeightSources, job_id_of
 from fp8serve.server.finetuning.artifacts import Artifacts
 from fp8serve.server.finetuning.database import Job, NewJob, StoredFile, new_job_id
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.finetuning.weight_sources import WeightSources, job_id_of
 from fp8serve.server.parsing.parser_pool import SHORT_BYTES
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.parsing.sizes import write_rows

@@ -24,9 +24,9 @@ from fp8serve.server.api.routing import (
     StateDep,
 )
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.activation import checkpoint_metrics, checkpoint_name
 from fp8serve.server.finetuning.database import Event, Job, Status, StoredFile, new_file_id
 from fp8serve.server.finetuning.submission import file_path, upload_path
+from fp8serve.server.finetuning.weight_sources import checkpoint_metrics, checkpoint_name
 from fp8serve.server.http.uploads import Upload, receive_upload
 from fp8serve.server.schemas.finetune_bodies import LEARNING_RATE, JobBody
 from fp8serve.server.server_state import ServerState
