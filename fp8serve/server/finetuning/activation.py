@@ -125,12 +125,15 @@ class Activator:
 
     async def _join(self, swap: Swap) -> tuple[ServedWeights, Verified | None]:
         """Loads the weights of a swap and serves them when all servers have loaded them. Aborts the swap for all
-        servers if this one cannot."""
+        servers if this one cannot, but not if it is cancelled because the server ends."""
         try:
             model = self.models.require(swap.model)
             result = await self._activate(model, swap.source, swap.max_ratio, swap)
-        except BaseException as error:
-            reason = error.full_message if isinstance(error, Fault) else "A server ended."
+        except asyncio.CancelledError:
+            await _persist(partial(self.fronts.withdraw, swap))
+            raise
+        except Exception as error:
+            reason = error.full_message if isinstance(error, Fault) else f"The server failed ({type(error).__name__})."
             await _persist(partial(self.fronts.abort, swap, reason))
             raise
         await _persist(partial(self.fronts.set_swapped, swap))

@@ -108,6 +108,11 @@ class Fronts:
         """Reports that this server serves the weights."""
         self._vote(swap.id, "swapped")
 
+    def withdraw(self, swap: Swap) -> None:
+        """Takes no part in the swap any more, because this server ends."""
+        with self.database.write() as db:
+            db.execute("DELETE FROM votes WHERE swap = ? AND front = ?", (swap.id, self.database.front))
+
     def abort(self, swap: Swap, reason: str) -> None:
         """Aborts the swap for all servers, unless it was decided already."""
         with self.database.write() as db:

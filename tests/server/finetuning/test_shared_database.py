@@ -143,8 +143,15 @@ def test_a_server_that_ends_does_not_hold_up_a_swap(database: str) -> None:
         a, b = map(Fronts, (first, second))
         swap = a.propose("tiny", "ftjob-1", 2.0, 1000)
         a.set_loaded(swap)
+        assert a.decide(swap).state == "loading"
         b.leave()
         assert a.decide(swap).state == "switched"
+        b.renew(["tiny"])
+        drained = a.propose("tiny", "base", 2.0, 1000)
+        a.set_loaded(drained)
+        b.withdraw(drained)
+        assert a.decide(drained).state == "switched"
+        b.leave()
         left = b.propose("tiny", "ftjob-2", 2.0, 1000)  # by a server that ends before it has loaded them
         b.renew(["tiny"])
         end_lease(first, of=second)
@@ -258,6 +265,23 @@ async def test_a_server_that_cannot_load_the_weights_keeps_all_from_serving_them
             assert server.state.jobs.activated("tiny") is None
         assert servers[0].launcher.engine.closed
         assert (await servers[0].client.post("/models/tiny/activate", json={"source": job})).status_code == 200
+
+
+async def test_a_server_that_is_stopped_while_it_loads_does_not_end_the_activation(
+    start: Start, database: str, tmp_path: Path
+) -> None:
+    shared = {"database": database, "data_dir": tmp_path / "shared"}
+    async with start(Launcher(), **shared) as first:
+        job = (await wait_for(first, (await submit(first))["id"], "succeeded"))["id"]
+        async with start(Launcher(), **shared) as second:
+            await eventually(lambda: "tiny" in models_of(second), "the lease")
+            second.launcher.paused = True
+            activation = asyncio.create_task(first.client.post("/models/tiny/activate", json={"source": job}))
+            await eventually(lambda: second.state.models.default.is_swapping(), "the second server's load")
+            second.state.begin_drain()
+            answer = await activation
+        assert answer.status_code == 200, answer.text
+        assert served(first) == job
 
 
 async def test_a_server_that_starts_or_returns_serves_the_active_weights(
