@@ -32,6 +32,7 @@ from fp8serve.commands import (  # fmt: skip
     merge,
     models,
     serve,
+    state,
     verify,
 )
 from fp8serve.errors import Fp8ServeError
@@ -53,7 +54,8 @@ for name, module in COMMANDS.items():
     # vLLM accepts several values after one option; serve gets them as extra arguments and says what to write instead
     settings = {"allow_extra_args": True} if module is serve else None
     app.command(name, help=module.__doc__, context_settings=settings)(module.command)
-for group, group_app in {"models": models.app, "jobs": jobs.app, "key": key.app, "bench": bench.app}.items():
+GROUPS = {"models": models.app, "jobs": jobs.app, "key": key.app, "state": state.app, "bench": bench.app}
+for group, group_app in GROUPS.items():
     app.add_typer(group_app, name=group)
 
 

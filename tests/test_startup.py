@@ -97,7 +97,7 @@ from fp8serve.server.serving.served_weights import WeightSource
 from fp8serve.server.settings import Settings
 model, out = Path(sys.argv[1]), Path(sys.argv[1]) / "job"
 settings = Settings(model=model)
-submissions, source = Submissions(settings, model, *[None] * 6), WeightSource("base", "mine", model, settings)
+submissions, source = Submissions(settings, *[None] * 6), WeightSource("base", "mine", model, settings)
 config = submissions.fill_directory(out, FinetuneBody(data=[{"text": "a"}]), source, None)
 try:
     submissions.fill_directory(model / "long", FinetuneBody(data=[{"text": "a"}], seq_len=257), source, None)

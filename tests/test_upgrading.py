@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from fp8serve.model.formats import scales
-from fp8serve.server.finetuning import database
+from fp8serve.server.finetuning import schema
 from fp8serve.train import checkpoint
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/upgrading.md").read_text()
@@ -15,5 +15,5 @@ def test_the_layouts_are_those_of_the_code() -> None:
     assert stated == {
         "scales": scales.VERSION,
         "checkpoint": str(checkpoint.VERSION),
-        "job": str(database.SCHEMA_VERSION),
+        "job": str(schema.SCHEMA_VERSION),
     }

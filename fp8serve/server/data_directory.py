@@ -3,6 +3,9 @@
 If a server cannot load its model, `discard` removes what this server has created: new files, and new directories if
 they are empty. Otherwise each failed start, for example with a mistyped option, would leave a directory with an empty
 job database. `discard` keeps a directory in which a client has stored a job or a file.
+
+Servers that share a PostgreSQL database may share the data directory, too, for example on a network file system. They
+hold the lock together, and `discard` leaves their files alone.
 """
 
 import hashlib
@@ -16,7 +19,7 @@ from fp8serve.errors import MachineError
 from fp8serve.model.storage.files import acquire_lock, make_private
 from fp8serve.server.settings import Settings
 
-JOB_DATABASE = "jobs.sqlite3"  # a file in the data directory
+JOB_DATABASE, SERVER_LOCK = "jobs.sqlite3", "server.lock"  # files in the data directory
 
 
 def data_home() -> Path:
@@ -35,13 +38,14 @@ class DataDirectory:
     """The locked data directory. Raises MachineError if it cannot be written or another server uses it."""
 
     def __init__(self, settings: Settings) -> None:
+        self._is_shared = settings.database is not None
         directory = settings.data_dir or default_data_dir(settings.model)
         self.path = path = directory.absolute()  # `safe_text` removes only absolute paths from messages
         self._new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             _prepare(path)
             self._existing_names = set(os.listdir(path))
-            self._lock = _lock(path)
+            self._lock = _lock(path, self._is_shared)
         except BaseException:
             self._remove_new_folders()
             raise
@@ -52,6 +56,9 @@ class DataDirectory:
 
     def discard(self) -> None:
         """Removes what this server created, and releases the lock."""
+        if self._is_shared:
+            self.close()
+            return
         with suppress(OSError):
             for name in set(os.listdir(self.path)) - self._existing_names:
                 path = self.path / name
@@ -87,13 +94,14 @@ def _prepare(path: Path) -> None:
         raise MachineError(f"The data directory {path} is not writable; choose another with --data-dir.")
 
 
-def _lock(path: Path) -> IO[str]:
-    """Locks the directory, because two servers would run each other's jobs. The lock is held while the file is open."""
+def _lock(path: Path, is_shared: bool) -> IO[str]:
+    """Locks the directory, because two servers with an SQLite file would run each other's jobs. The lock is held while
+    the file is open."""
     try:
         make_private(path / "jobs")
     except OSError as error:
         raise MachineError(f"The data directory {path} cannot be written: {error.strerror}.") from None
     refusal = f"Another server uses the data directory {path}; stop it, or give this one its own with --data-dir."
-    lock = acquire_lock(path / "server.lock", refusal, MachineError)
+    lock = acquire_lock(path / SERVER_LOCK, refusal, MachineError, is_shared)
     os.fchmod(lock.fileno(), 0o600)
     return lock

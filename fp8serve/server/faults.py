@@ -66,6 +66,7 @@ class Code(Enum):
     DRAINING = "draining", _UNAVAILABLE
     PAUSED = "paused_for_training", _UNAVAILABLE
     ENGINE_DOWN = "engine_down", _UNAVAILABLE
+    STORAGE_UNAVAILABLE = "storage_unavailable", _UNAVAILABLE
     GENERATION_FAILED = "generation_failed", Kind(500, 424, "server_error", "generation")
     INTERNAL = "internal_error", Kind(500, 500, "server_error", "internal")
     DISK_FULL = "disk_full", Kind(507, 507, "server_error", "storage")

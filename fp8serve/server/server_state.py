@@ -24,10 +24,14 @@ from fp8serve.server.access.keys import KeyFile
 from fp8serve.server.access.limits import TenantLimiter
 from fp8serve.server.data_directory import JOB_DATABASE, DataDirectory
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.activation import Activator, WeightSources
+from fp8serve.server.finetuning.activation import Activator
+from fp8serve.server.finetuning.artifacts import Bucket
+from fp8serve.server.finetuning.fronts import Fronts
 from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.finetuning.replication import Replication
 from fp8serve.server.finetuning.submission import Retention, Submissions
+from fp8serve.server.finetuning.weight_sources import WeightSources
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.serving.admission import Admission, Capacity, StreamLimiter
@@ -43,6 +47,7 @@ from fp8serve.server.tracing import create_tracing
 
 log = logging.getLogger("fp8serve.server")
 
+ORPHAN_SECONDS = 24 * 3600.0  # age of files that no server is still writing
 OWN_SIGNAL_SECONDS = 1.0  # how long the server waits for a signal that may have ended its engine process
 
 
@@ -80,8 +85,9 @@ class ServerState:
         self.streams = StreamLimiter(limits.streams, self.metrics)
         self.scale_saver = ScaleSaver(self.data_dir)
         self.parser = RequestParser(limits, settings.log_format)
-        self.jobs = JobStore(self.data_dir / JOB_DATABASE)
-        self.runner = JobRunner(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
+        self.jobs = JobStore(settings.database or self.data_dir / JOB_DATABASE)
+        bucket = None if settings.artifacts is None else Bucket(settings.artifacts)
+        self.runner = JobRunner(self.jobs, self.data_dir, self._wait_before_training, worker, bucket)
         self.sources = WeightSources(self.jobs, self.runner, self.models)
         self.retention = Retention(self.jobs, self.runner, self.models, settings.keep_jobs)
         self.runner.on_job_end = self.retention.sweep
@@ -92,7 +98,7 @@ class ServerState:
         self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.draining = asyncio.Event()
         self.submissions = Submissions(
-            settings, self.data_dir, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
+            settings, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
         )
         self.activator = Activator(
             self.jobs,
@@ -103,7 +109,9 @@ class ServerState:
             self.adapter_loader,
             self.parser,
             self.draining,
+            Fronts(self.jobs),
         )
+        self.replication = Replication(self.activator.fronts, self.activator)
         self._drain_deadline = math.inf
         self.failed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -122,7 +130,7 @@ class ServerState:
         sources.stats = self.models.stats
         sources.adapters = self.models.adapter_stats
         sources.layers = lambda: {name: model.layers for name, model in self.models.models.items()}
-        sources.jobs = self.jobs.counts
+        sources.jobs = lambda: self.replication.job_counts if self.jobs.is_shared else self.jobs.counts()
         sources.ready = lambda: self.ready
         sources.build = build_facts
         sources.served = lambda: {name: served_facts(model.current) for name, model in self.models.models.items()}
@@ -133,6 +141,8 @@ class ServerState:
     async def open(self) -> None:
         """Starts to load the models in the background, and the jobs after them."""
         await asyncio.to_thread(self._remove_orphans)
+        if self.jobs.is_shared:
+            self._tasks.append(asyncio.create_task(self.replication.run()))
         self._tasks += [asyncio.create_task(self._load_models()), asyncio.create_task(self.supervisor.watch())]
 
     async def _load_models(self) -> None:
@@ -141,6 +151,8 @@ class ServerState:
         try:
             served = await default.start(await self.activator.sources_of(default.name, default.base_source))
         except Exception as error:
+            if isinstance(error, Fault):
+                error = MachineError(f"The active weights cannot be served: {error.full_message}")
             if not isinstance(error, Fp8ServeError):  # a defect, with which the server would load forever
                 log.exception("%s could not be loaded", default.name)
                 error = MachineError(
@@ -178,14 +190,20 @@ class ServerState:
                 log.error("%s is not served: %s", named.name, fault.full_message)
 
     def _remove_orphans(self) -> None:
-        """Removes job directories and uploads that a crash has left behind and that are not in the database."""
+        """Removes job directories and uploads that a crash has left behind and that are not in the database.
+
+        In a directory that other servers may use, recent ones stay: they may be about to enter the database.
+        """
+        newest = time.time() - ORPHAN_SECONDS if self.jobs.is_shared else math.inf
+        folders, files = list(self.runner.root.iterdir()), list(self.data_dir.glob("files/*"))
         jobs, uploads = self.jobs.ids("jobs"), self.jobs.ids("files")
-        for path in self.runner.root.iterdir():
-            if path.name not in jobs:
-                shutil.rmtree(path, ignore_errors=True)
-        for path in self.data_dir.glob("files/*"):
-            if path.name.partition(".")[0] not in uploads:
-                path.unlink()
+        with contextlib.suppress(FileNotFoundError):  # another server removes them, too
+            for path in folders:
+                if path.name not in jobs and path.stat().st_mtime < newest:
+                    shutil.rmtree(path, ignore_errors=True)
+            for path in files:
+                if path.name.partition(".")[0] not in uploads and path.stat().st_mtime < newest:
+                    path.unlink()
 
     def begin_drain(self) -> None:
         """Refuses new requests, and makes a running job stop at a checkpoint."""
@@ -223,7 +241,9 @@ class ServerState:
         await self.parser.close()
         if self.tracing is not None:
             await self.tracing.close()
-        is_empty = not (self.jobs.ids("jobs") or self.jobs.ids("files"))
+        is_empty = not self.jobs.is_shared and not (self.jobs.ids("jobs") or self.jobs.ids("files"))
+        if self.jobs.is_shared:
+            await self.replication.close()
         self.jobs.close()
         if self.loaded or not is_empty:
             self._data.close()
@@ -240,7 +260,7 @@ class ServerState:
     @property
     def ready(self) -> bool:
         default = self.models.default
-        accepts_requests = self.started and not self.draining.is_set() and not self.paused
+        accepts_requests = self.started and not self.draining.is_set() and not self.paused and not self.is_behind
         return accepts_requests and default.ready and not default.admission.capacity.nearly_full
 
     @property
@@ -251,9 +271,14 @@ class ServerState:
         if self.paused:
             return "paused"
         default = self.models.default
-        if default.ready and not self.started:
+        if default.ready and (not self.started or self.is_behind):
             return "loading"
         return "busy" if default.ready and default.admission.capacity.nearly_full else default.state
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the servers that share a database may serve other weights than this one."""
+        return self.jobs.is_shared and self.replication.is_behind
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

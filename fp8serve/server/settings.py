@@ -154,6 +154,25 @@ class Settings(EngineOptions):
     data_dir: Annotated[
         Path | None, About("Directory of jobs, uploads and checkpoints.", unset="one for each model", private=True)
     ] = None
+    database: Annotated[
+        str | None,
+        About(
+            "PostgreSQL database in which several servers share jobs and active weights.",
+            unset="an SQLite file in the data directory",
+            metavar="URL",
+            private=True,
+        ),
+    ] = field(default=None, repr=False)
+    artifacts: Annotated[
+        str | None,
+        About(
+            "Bucket, or directory in it, in which servers with one --database share the files of jobs, such as "
+            "s3://BUCKET/PREFIX.",
+            unset="the data directory",
+            metavar="URL",
+            private=True,
+        ),
+    ] = field(default=None, repr=False)
     train_on: Annotated[TrainOn, About("How fine-tune jobs use the serving device.")] = "refuse"
     train_device: Annotated[str | None, About("Device of fine-tune jobs.", unset="the serving device")] = None
     train_procs: Annotated[
@@ -223,6 +242,10 @@ class Settings(EngineOptions):
                 f"Listening on {self.host} lets other machines in, and no API key is set: "
                 "give --api-key-file (or --api-key, --api-keys), listen on 127.0.0.1, or say --allow-unauthenticated."
             )
+        if self.database is not None:
+            check_database_url(self.database)
+        if self.artifacts is not None and self.database is None:
+            raise RequestError("--artifacts is for servers that share a database; give --database, too.")
         check_installed(self.report_to)
         _check_endpoint("--otlp-endpoint", self.otlp_endpoint)
         for url in self.grader_urls:
@@ -296,6 +319,14 @@ class Settings(EngineOptions):
         if self.train_on != "refuse" or not self.trains_on_serving_device:
             return None
         return f"A fine-tune job would run on {self.device}, the serving device, and --train-on does not allow that."
+
+
+def check_database_url(url: str) -> str:
+    """Returns `url`. Raises RequestError unless it is PostgreSQL's. The message does not show it, because it may
+    contain a password."""
+    if not url.startswith(("postgresql://", "postgres://")):
+        raise RequestError("--database must be the URL of a PostgreSQL database: postgresql://HOST/NAME.")
+    return url
 
 
 def _check_endpoint(option: str, endpoint: str | None) -> None:

@@ -1,5 +1,6 @@
 """Runs a server as its own process: `python -m tests.server.serve JSON`, JSON being settings, `fd`, `fake`, `delay`,
-`open_files` (of the process, soft and hard limit), `umask`."""
+`open_files` (of the process, soft and hard limit), `umask`, `stub` (whether jobs run tests/server/stub_worker.py),
+`lease_seconds`."""
 
 import json
 import os
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import Fp8ServeError
+from fp8serve.server import app
+from fp8serve.server.finetuning import fronts
 from fp8serve.server.launch import adopt, run
 from fp8serve.server.named_models import NamedAdapter, NamedModel
 from fp8serve.server.settings import ServerLimits, Settings
+from tests.server.conftest import STUB
 from tests.server.fakes import FakeEngine, Launcher
 
 
@@ -20,6 +24,9 @@ def main(options: dict[str, Any]) -> int:
     if (files := options.pop("open_files", None)) is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(files))
     os.umask(options.pop("umask", 0o022))
+    fronts.LEASE_SECONDS = options.pop("lease_seconds", fronts.LEASE_SECONDS)
+    if options.pop("stub", False):
+        app.training_command = lambda processes: STUB
     paths = {name: Path(options[name]) for name in ("model", "data_dir", "api_keys", "models_dir") if name in options}
     models = tuple(map(NamedModel.parse, options.pop("models", ())))
     adapters = tuple(map(NamedAdapter.parse, options.pop("adapters", ())))

@@ -222,18 +222,19 @@ def make_private(folder: Path) -> None:
             folder.chmod(0o700)
 
 
-def acquire_lock(path: Path, refusal: str, error: type[Fp8ServeError] = JobError) -> IO[str]:
-    """Locks the file `path` and returns it open; closing it releases the lock.
+def acquire_lock(path: Path, refusal: str, error: type[Fp8ServeError] = JobError, is_shared: bool = False) -> IO[str]:
+    """Locks the file `path` and returns it open; closing it releases the lock. Several processes may hold a shared lock
+    at the same time.
 
-    Raises `error` with the message `refusal` if any process holds the lock, and MachineError if the file cannot be
-    written or locks do not work.
+    Raises `error` with the message `refusal` if any process holds a lock that excludes this one, and MachineError if
+    the file cannot be written or locks do not work.
     """
     try:
         lock = path.open("a+", encoding="utf-8")
     except OSError as e:
         raise MachineError(f"{path} cannot be written: {e.strerror}.") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as e:
         lock.close()
         if isinstance(e, BlockingIOError):

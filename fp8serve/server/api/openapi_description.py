@@ -53,20 +53,23 @@ MODEL_UNAVAILABLE = (Code.STARTING, Code.ENGINE_DOWN, Code.MODEL_NOT_FOUND)
 TOKENIZATION = (*MODEL_UNAVAILABLE, Code.TOKENIZER_ERROR)
 GENERATION = (*TOKENIZATION, Code.QUEUE_FULL, Code.RATE_LIMITED, Code.REQUEST_CANCELLED, Code.GENERATION_FAILED)
 EMBEDDING = (*TOKENIZATION, Code.RATE_LIMITED, Code.CONTEXT_LENGTH_EXCEEDED)
-JOB = (Code.JOB_NOT_FOUND,)
+STORED = (Code.STORAGE_UNAVAILABLE,)  # of operations that use the job database, or the bucket
+JOB = (Code.JOB_NOT_FOUND, *STORED)
 SUBMISSION = (
     Code.MODEL_NOT_FOUND, Code.FILE_NOT_FOUND, Code.TRAINING_REFUSED, Code.QUEUE_FULL, Code.DRAINING, Code.DISK_FULL,
+    *STORED,
 )  # fmt: skip
 ACTIVATION = (
     Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.ALIAS_BUSY, Code.ACTIVATION_FAILED, Code.LOAD_FAILED, Code.NAME_TAKEN,
-    Code.STARTING, Code.ENGINE_DOWN, Code.DISK_FULL,
+    Code.STARTING, Code.ENGINE_DOWN, Code.DISK_FULL, *STORED,
 )  # fmt: skip
 SCALE_SAVE = (*MODEL_UNAVAILABLE, Code.NOT_ROLLING, Code.NAME_TAKEN, Code.ALIAS_BUSY, Code.DISK_FULL)
-LOAD = (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.LOAD_FAILED, Code.JOB_STATE)
+LOAD = (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.LOAD_FAILED, Code.JOB_STATE, *STORED)
 ADAPTER_LOAD = (*LOAD, Code.ALIAS_BUSY, Code.STARTING, Code.ENGINE_DOWN, Code.DRAINING)
 ENGINE_CALL = (Code.LOAD_FAILED, Code.STARTING, Code.ENGINE_DOWN)
 WEIGHT_UPDATE = (*ENGINE_CALL, Code.ALIAS_BUSY, Code.ACTIVATION_FAILED, Code.DRAINING)
-RESUMPTION = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.TRAINING_REFUSED, Code.DRAINING, Code.DISK_FULL)
+RESUMPTION = (*JOB, Code.JOB_STATE, Code.TRAINING_REFUSED, Code.DRAINING, Code.DISK_FULL)
+FILE = (Code.FILE_NOT_FOUND, *STORED)
 JOBS = "/v1/fine_tuning/jobs"
 
 ALL_OPERATIONS = (Code.INVALID_API_KEY, Code.FORBIDDEN, Code.REQUEST_TIMEOUT, Code.BODY_TOO_LARGE, Code.INTERNAL)
@@ -100,8 +103,8 @@ ERROR_CODES: dict[tuple[str, str], tuple[Code, ...]] = {
     ("post", "/v1/rerank"): EMBEDDING,
     ("post", "/v1/score"): EMBEDDING,
     ("post", "/classify"): EMBEDDING,
-    ("get", "/v1/models"): (),
-    ("get", "/v1/models/{model}"): (Code.MODEL_NOT_FOUND,),
+    ("get", "/v1/models"): STORED,
+    ("get", "/v1/models/{model}"): (Code.MODEL_NOT_FOUND, *STORED),
     ("post", "/finetune"): (*SUBMISSION, Code.IDEMPOTENCY_MISMATCH),
     ("post", "/finetune/validate"): SUBMISSION,
     ("get", "/finetune"): JOB,
@@ -114,7 +117,7 @@ ERROR_CODES: dict[tuple[str, str], tuple[Code, ...]] = {
     ("post", "/finetune/{job_id}/pause"): (*JOB, Code.JOB_STATE),
     ("post", "/finetune/{job_id}/resume"): RESUMPTION,
     ("post", "/finetune/{job_id}/activate"): ACTIVATION,
-    ("get", "/models"): (),
+    ("get", "/models"): STORED,
     ("post", "/models/{name}/activate"): ACTIVATION,
     ("post", "/models/{name}/load"): LOAD,
     ("post", "/models/{name}/unload"): (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.ALIAS_BUSY),
@@ -138,12 +141,12 @@ ERROR_CODES: dict[tuple[str, str], tuple[Code, ...]] = {
     ("get", "/flush_cache"): ENGINE_CALL,
     ("post", "/flush_cache"): ENGINE_CALL,
     ("post", "/v1/load_lora_adapter"): ADAPTER_LOAD,
-    ("post", "/v1/unload_lora_adapter"): (Code.MODEL_NOT_FOUND, Code.DISK_FULL),
-    ("post", "/v1/files"): (Code.INVALID_PARAMETER, Code.UNSUPPORTED_MEDIA_TYPE, Code.DISK_FULL),
-    ("get", "/v1/files"): (Code.FILE_NOT_FOUND,),
-    ("get", "/v1/files/{file_id}"): (Code.FILE_NOT_FOUND,),
-    ("delete", "/v1/files/{file_id}"): (Code.FILE_NOT_FOUND, Code.JOB_STATE),
-    ("get", "/v1/files/{file_id}/content"): (Code.FILE_NOT_FOUND,),
+    ("post", "/v1/unload_lora_adapter"): (Code.MODEL_NOT_FOUND, Code.DISK_FULL, *STORED),
+    ("post", "/v1/files"): (Code.INVALID_PARAMETER, Code.UNSUPPORTED_MEDIA_TYPE, Code.DISK_FULL, *STORED),
+    ("get", "/v1/files"): FILE,
+    ("get", "/v1/files/{file_id}"): FILE,
+    ("delete", "/v1/files/{file_id}"): (*FILE, Code.JOB_STATE),
+    ("get", "/v1/files/{file_id}/content"): FILE,
     ("post", JOBS): (*SUBMISSION, Code.IDEMPOTENCY_MISMATCH),
     ("get", JOBS): JOB,
     ("get", JOBS + "/{job_id}"): JOB,

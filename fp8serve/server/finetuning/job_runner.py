@@ -9,6 +9,10 @@ If the server is killed, the training process continues. The next server finds t
 instead of starting another one. A training process that dies without an error event is started again and resumes from
 its last checkpoint; after MAX_CRASHES deaths without progress the job fails. When the server stops, the training
 process is asked to stop at a checkpoint, and the job is queued again.
+
+Servers that share a PostgreSQL database share its queue. A server claims a job whose files it can read, and owns it
+until the job stops running or the server's lease ends (fronts.py). If the lease ends, another server claims the job; it
+follows the training process if it still runs and the data directory is shared, or else starts a new one.
 """
 
 import asyncio
@@ -17,15 +21,15 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8serve.model.storage.files import make_private
+from fp8serve.model.storage.files import atomic_file
 from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import safe_text
+from fp8serve.server.finetuning.artifacts import Artifacts, Bucket
 from fp8serve.server.finetuning.database import Job
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.train.events import EVENT_FIELDS, EVENTS
@@ -142,6 +146,7 @@ def lock_holder(path: Path) -> int | None:
 TRAINING_COMMAND = module_command("fp8serve.train.job_process")
 CANCEL_SECONDS = 60.0  # time limit for the checkpoint of a job that is cancelled or paused
 RETRY_SECONDS = 5.0  # pause after an unexpected error
+SHARED_POLL_SECONDS = 1.0  # how often an idle server looks for jobs that another one has accepted or left
 MAX_CRASHES = 3
 
 
@@ -162,11 +167,12 @@ class JobRunner:
         data_dir: Path,
         wait_idle: Callable[[], Awaitable[None]],
         command: Sequence[str] = TRAINING_COMMAND,
+        bucket: Bucket | None = None,
     ) -> None:
         self.store = store
         self.command = tuple(command)
-        self.root = data_dir / "jobs"
-        make_private(self.root)
+        self.artifacts = Artifacts(data_dir, bucket)
+        self.root = self.artifacts.jobs
         self.is_busy = False
         self.is_closing = False
         self.is_closed = True
@@ -178,15 +184,10 @@ class JobRunner:
         self._task: asyncio.Task[None] | None = None
 
     def job_dir(self, job_id: str) -> Path:
-        """Returns the directory of a job. `job_id` must be in the database, because it becomes a path."""
-        return self.root / job_id
+        return self.artifacts.job_dir(job_id)
 
     def result_dir(self, job: Job) -> Path:
         return self.job_dir(job.id) / "out" / "model"
-
-    def discard(self, job_id: str) -> None:
-        """Removes the directory of a job that was not accepted or is deleted."""
-        shutil.rmtree(self.job_dir(job_id), ignore_errors=True)
 
     def wake(self) -> None:
         """Makes the runner read the database now, because a job was added, cancelled, paused or resumed."""
@@ -200,16 +201,27 @@ class JobRunner:
     async def _run(self) -> None:
         while not self.is_closing:
             try:
-                if jobs := await asyncio.to_thread(self.store.unfinished_jobs):
-                    await self._run_one(jobs[0])
+                if (job := await asyncio.to_thread(self._claim)) is not None:
+                    await self._run_one(job)
                     continue
-                await self._wake_event.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SHARED_POLL_SECONDS if self.store.is_shared else None):
+                        await self._wake_event.wait()
                 self._wake_event.clear()
             except Exception:
                 log.exception("a fine-tune job could not be run; trying again in %g seconds", RETRY_SECONDS)
                 await asyncio.sleep(RETRY_SECONDS)
 
+    def _claim(self) -> Job | None:
+        """Claims the first job that this server may run and whose files it has. Returns the job as it was before."""
+        for job in self.store.unfinished_jobs():
+            if (not self.store.is_shared or self.artifacts.has_job(job.id)) and (claimed := self.store.claim(job.id)):
+                return claimed
+        return None
+
     async def _run_one(self, job: Job) -> None:
+        if self._process is not None and self._process.job_id != job.id:  # it was left when the database failed
+            await self._release(self._process)
         self.is_busy = True
         try:
             await self._wait_idle()
@@ -242,11 +254,41 @@ class JobRunner:
                 return
         if self.is_closing or await asyncio.to_thread(self._pause_without_process, job):
             return
+        if self.store.is_shared and job.owner != self.store.front:
+            await self._take_over(job)
         self._process = process = await TrainingProcess.start(job.id, self.job_dir(job.id), self.command)
         has_result = await self._follow(process)
         self._process = None
         await asyncio.to_thread(self._set_final_status, process, has_result)
         await self._notify()
+
+    async def _take_over(self, job: Job) -> None:
+        """Fetches the files of a job that another server may have run. If that server's lease has ended, adds an event
+        that says so."""
+        if self.artifacts.bucket is not None:
+            if is_lock_held(self.job_dir(job.id) / "worker.lock"):  # its events are not those of the database
+                await TrainingProcess(job.id, self.job_dir(job.id), None).stop(CANCEL_SECONDS)
+            await asyncio.to_thread(self._fetch, job)
+        if job.owner is not None:
+            await asyncio.to_thread(self._record_takeover, job)
+
+    def _fetch(self, job: Job) -> None:
+        """Copies the job's files from the bucket, and writes its events as the database has them."""
+        directory = self.artifacts.fetch_job(job.id)
+        self.artifacts.fetch_checkpoints(job.id)
+        content = ""
+        for number, event in enumerate(self.store.events(job.id, limit=2**31 - 1), 1):
+            fields = {"type": event.type, "level": event.level, "message": event.message, **event.data}
+            content += json.dumps({"id": number, "created_at": event.created_at, **fields}) + "\n"
+        with atomic_file(directory / EVENTS) as temporary:
+            temporary.write_bytes(content.encode())
+        self.store.set_events_offset(job.id, len(content))  # JSON is ASCII
+
+    def _record_takeover(self, job: Job) -> None:
+        has_checkpoint = bool(self.artifacts.checkpoints(job.id))
+        start = "from its last checkpoint" if has_checkpoint else "from its first step, because it has no checkpoint"
+        message = f"The lease of the server that ran the job has ended; another server runs it {start}."
+        self.store.add_message(job.id, message, "taken_over")
 
     def _pause_without_process(self, job: Job) -> bool:
         """Pauses a job that was asked to pause and has no running process. Returns whether the job is paused now."""
@@ -254,7 +296,8 @@ class JobRunner:
         return is_pausing and self.store.set_status(job.id, "paused", "The job is paused.")
 
     async def _follow(self, process: TrainingProcess) -> bool:
-        """Stores the process's events until it ends, and stops it if the job is cancelled or paused.
+        """Stores the process's events until it ends, and stops it if the job is cancelled or paused. Returns early if
+        another server has claimed the job.
 
         Returns whether the job has a result. It is looked up before the last events are stored, so all events of a
         result are stored, too. A process that an earlier server started may write another result in the meantime; the
@@ -268,6 +311,9 @@ class JobRunner:
                 await self._notify()
             if has_ended:
                 return has_result
+            if job.owner != self.store.front:
+                await self._release(process)
+                return False
             if job.cancel_requested or job.pause_requested:
                 await process.stop(CANCEL_SECONDS)
                 continue
@@ -276,12 +322,20 @@ class JobRunner:
                     await self._wake_event.wait()
             self._wake_event.clear()
 
+    async def _release(self, process: TrainingProcess) -> None:
+        """Stops the process of a job that another server has claimed, unless that server follows it: without a bucket,
+        servers share the data directory."""
+        if self.artifacts.bucket is not None:
+            await process.stop(CANCEL_SECONDS)
+
     def _store_events(self, process: TrainingProcess) -> tuple[Job, bool]:
         """Stores the process's new events. Returns the job as it was before, and whether there were new events."""
         job = self.store.get(process.job_id)
         events, offset = read_events(process.directory / EVENTS, job.events_offset)
         if offset > job.events_offset:
             self.store.add_events(job, events, offset)
+        if any(event["type"] == "checkpoint" for event in events):
+            self.artifacts.publish_checkpoints(job.id)
         return job, bool(events)
 
     def _set_final_status(self, process: TrainingProcess, has_result: bool) -> None:
@@ -289,7 +343,10 @@ class JobRunner:
         if process.exit_code == EXIT_LOCKED:
             return  # a process that an earlier server started holds the lock; the next pass follows that one
         job = self.store.get(process.job_id)
-        if has_result:
+        if job.owner != self.store.front:
+            log.warning("job %s runs on another server, because the lease of this one had ended", job.id)
+        elif has_result:
+            self.artifacts.publish(self.result_dir(job))
             self.store.set_status(job.id, "succeeded", "The job succeeded; its result can be activated.")
         elif job.cancel_requested:
             self.store.set_status(job.id, "cancelled", "The job was cancelled.")

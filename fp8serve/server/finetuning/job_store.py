@@ -1,5 +1,9 @@
 """Stores what survives a restart of the server: fine-tune jobs, their events, uploaded files, and activations.
 
+Several servers may share a PostgreSQL database. Each job then has one owner: the server that claimed it, until the job
+has another status than running or the owner's lease ends (fronts.py). A server that has lost its lease cannot write
+about a job that another one has claimed, because the UPDATE statements check the owner, too.
+
 Every method blocks until its transactions are on the disk (`database.py`), so handlers call it in a thread. A job
 changes its status only along `TRANSITIONS`. The UPDATE statement itself checks the previous status, so of two
 concurrent callers only one succeeds.
@@ -11,14 +15,23 @@ events.jsonl. The transaction that stores them also updates the byte offset in t
 
 import json
 import logging
-import sqlite3
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from fp8serve import logs
 from fp8serve.server.faults import Code, Fault, safe_text
-from fp8serve.server.finetuning.database import Database, Event, Job, NewJob, Status, StoredFile, as_event, as_job
+from fp8serve.server.finetuning.database import (
+    Connection,
+    Database,
+    Event,
+    Job,
+    NewJob,
+    Status,
+    StoredFile,
+    as_event,
+    as_job,
+)
 from fp8serve.train.events import EVENT_FIELDS
 
 log = logging.getLogger("fp8serve.server")
@@ -44,7 +57,7 @@ class JobStore(Database):
     """The methods on the database of jobs, events, files and activations. They may be called from several threads."""
 
     def ids(self, table: Literal["jobs", "files"]) -> set[str]:
-        return {row[0] for row in self._rows(f"SELECT id FROM {table}")}
+        return {row["id"] for row in self.rows(f"SELECT id FROM {table}")}
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -57,13 +70,13 @@ class JobStore(Database):
         returned. Raises Fault 409 if the key was used for another request, and 429 if `max_queued` jobs are queued.
         """
         now = int(time.time())
-        with self._write() as db:
+        with self.write() as db:
             if key is not None and (existing := _find_idempotent_job(db, key, request, now)) is not None:
                 return _job(db, existing), False
-            if db.execute("SELECT count(*) FROM jobs WHERE status = 'queued'").fetchone()[0] >= max_queued:
+            if _first(db, "SELECT count(*) AS first FROM jobs WHERE status = 'queued'") >= max_queued:
                 message = f"{max_queued} fine-tune jobs are queued, which is this server's limit."
                 raise Fault(Code.QUEUE_FULL, message, retry_after=60)
-            number = db.execute("SELECT coalesce(max(number), 0) + 1 FROM jobs").fetchone()[0]
+            number = _first(db, "SELECT coalesce(max(number), 0) + 1 AS first FROM jobs")
             row = vars(new) | {
                 "id": job_id, "number": number, "created_at": now, "status": "queued", "progress": "{}",
                 "config": json.dumps(dict(new.config)), "metadata": json.dumps(dict(new.metadata or {})),
@@ -72,12 +85,12 @@ class JobStore(Database):
             db.execute(f"INSERT INTO jobs ({columns}) VALUES ({placeholders})", tuple(row.values()))
             _insert_event(db, job_id, "info", "message", "The job is queued.", {"code": "queued"})
             if key is not None:
-                db.execute("INSERT OR REPLACE INTO idempotency VALUES (?, ?, ?, ?)", (key, now, request, job_id))
+                db.execute("INSERT INTO idempotency VALUES (?, ?, ?, ?)", (key, now, request, job_id))
             return _job(db, job_id), True
 
     def get(self, job_id: str) -> Job:
         """Returns a job. Raises Fault 404 if there is none with this id."""
-        rows = self._rows("SELECT * FROM jobs WHERE id = ?", job_id)
+        rows = self.rows("SELECT * FROM jobs WHERE id = ?", job_id)
         if not rows:
             raise Fault(Code.JOB_NOT_FOUND, "There is no fine-tune job with that id.", param="id")
         return as_job(rows[0])
@@ -86,30 +99,45 @@ class JobStore(Database):
         """Returns jobs, newest first. `after` is the id of the last job on the previous page."""
         bound = 2**62 if after is None else self.get(after).number
         pattern = "%" if status is None else status
-        rows = self._rows(
+        rows = self.rows(
             "SELECT * FROM jobs WHERE number < ? AND status LIKE ? ORDER BY number DESC LIMIT ?", bound, pattern, limit
         )
         return [as_job(row) for row in rows]
 
     def unfinished_jobs(self) -> list[Job]:
-        """Returns the queued and running jobs: first those that have run before, then the others in order of
-        arrival."""
-        rows = self._rows(
-            "SELECT * FROM jobs WHERE status IN ('queued', 'running') ORDER BY started_at IS NULL, number"
-        )
-        return [as_job(row) for row in rows]
+        """Returns the queued and running jobs that this server may run, because no other server with a lease owns them:
+        first those that have run before, then the others in order of arrival."""
+        query = f"SELECT * FROM jobs WHERE {self._is_free} ORDER BY started_at IS NULL, number"
+        return [as_job(row) for row in self.rows(query)]
+
+    def claim(self, job_id: str) -> Job | None:
+        """Makes this server the owner of a job that it may run, and returns the job as it was before. Returns None if
+        another server was faster."""
+        with self.write() as db:
+            row: Any = db.execute(f"SELECT * FROM jobs WHERE id = ? AND {self._is_free}", (job_id,)).fetchone()
+            if row is not None:
+                db.execute("UPDATE jobs SET owner = ? WHERE id = ?", (self.front, job_id))
+        return None if row is None else as_job(row)
+
+    @property
+    def _is_free(self) -> str:
+        """SQL for a job that this server may run. A server that shares the database needs a lease."""
+        live = f"SELECT id FROM fronts WHERE expires_at > {self.now}"
+        is_unowned = f"owner IS NULL OR owner = '{self.front}' OR owner NOT IN ({live})"
+        may_own = f"'{self.front}' IN ({live})" if self.is_shared else "1 = 1"
+        return f"status IN ('queued', 'running') AND ({is_unowned}) AND {may_own}"
 
     def ended_jobs(self) -> list[Job]:
         """Returns the jobs that have ended, the most recently ended one first."""
         placeholders = ",".join("?" * len(FINAL_STATUSES))
         query = f"SELECT * FROM jobs WHERE status IN ({placeholders}) ORDER BY finished_at DESC, number DESC"
-        rows = self._rows(query, *sorted(FINAL_STATUSES))
+        rows = self.rows(query, *sorted(FINAL_STATUSES))
         return [as_job(row) for row in rows]
 
     def delete_job(self, job_id: str) -> None:
         """Deletes a job and its events. Raises Fault 404 for an unknown job, and 409 if it runs or is needed."""
         job = self.get(job_id)
-        with self._write() as db:
+        with self.write() as db:
             if (reason := _reason_to_keep(db, job)) is not None:
                 raise Fault(Code.JOB_STATE, reason)
             for table, column in (("events", "job"), ("idempotency", "job"), ("jobs", "id")):
@@ -118,8 +146,8 @@ class JobStore(Database):
 
     def counts(self) -> dict[str, int]:
         """Returns the number of jobs with each status, including statuses without jobs."""
-        rows = self._rows("SELECT status, count(*) FROM jobs GROUP BY status")
-        return dict.fromkeys(TRANSITIONS, 0) | {row[0]: row[1] for row in rows}
+        rows = self.rows("SELECT status, count(*) AS number FROM jobs GROUP BY status")
+        return dict.fromkeys(TRANSITIONS, 0) | {row["status"]: row["number"] for row in rows}
 
     def set_status(
         self,
@@ -134,24 +162,27 @@ class JobStore(Database):
     ) -> bool:
         """Sets the status of a job and adds an event with `message`; returns True.
 
-        Returns False and changes nothing if the job's status does not allow the transition or is not `only_from`.
+        Returns False and changes nothing if the job's status does not allow the transition or is not `only_from`, or if
+        another server owns the job and it runs or is to run.
         """
         allowed, code = TRANSITIONS[status] if only_from is None else (only_from,), code or status
         now = int(time.time())
-        with self._write() as db:
+        with self.write() as db:
             placeholders = ",".join("?" * len(allowed))
-            query = f"UPDATE jobs SET status = ? WHERE id = ? AND status IN ({placeholders})"
-            if db.execute(query, (status, job_id, *allowed)).rowcount == 0:
+            is_own = f"(owner IS NULL OR owner = ? OR 'running' NOT IN (status, '{status}'))"
+            query = f"UPDATE jobs SET status = ? WHERE id = ? AND status IN ({placeholders}) AND {is_own}"
+            if db.execute(query, (status, job_id, *allowed, self.front)).rowcount == 0:
                 return False
             if status == "running":
-                db.execute("UPDATE jobs SET started_at = coalesce(started_at, ?) WHERE id = ?", (now, job_id))
+                values = self.front, now, job_id
+                db.execute("UPDATE jobs SET owner = ?, started_at = coalesce(started_at, ?) WHERE id = ?", values)
             if status == "queued":
                 db.execute("UPDATE jobs SET finished_at = NULL, error = NULL, crashes = 0 WHERE id = ?", (job_id,))
             if status in FINAL_STATUSES:
                 failure = json.dumps({"code": code, "message": error, "param": None}) if error else None
                 db.execute("UPDATE jobs SET finished_at = ?, error = ? WHERE id = ?", (now, failure, job_id))
             if status != "running":
-                db.execute("UPDATE jobs SET pause_requested = 0 WHERE id = ?", (job_id,))
+                db.execute("UPDATE jobs SET pause_requested = 0, owner = NULL WHERE id = ?", (job_id,))
             if status == "failed":  # an earlier request to cancel must not apply when the job is resumed
                 db.execute("UPDATE jobs SET cancel_requested = 0 WHERE id = ?", (job_id,))
             _insert_event(db, job_id, level, "message", message, {"code": code})
@@ -163,7 +194,7 @@ class JobStore(Database):
     def request_cancel(self, job_id: str) -> Job:
         """Requests that a running job is cancelled; cancels any other job at once. Raises Fault 409 if it has ended."""
         job = self._get_unended(job_id)
-        with self._write() as db:
+        with self.write() as db:
             is_unended = "status IN ('queued', 'running', 'paused')"
             db.execute(f"UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND {is_unended}", (job_id,))
         if job.status != "running":
@@ -178,7 +209,7 @@ class JobStore(Database):
         """
         if self._get_unended(job_id).cancel_requested:
             raise Fault(Code.JOB_STATE, "The job is being cancelled.")
-        with self._write() as db:  # also for a queued job, which may start meanwhile
+        with self.write() as db:  # also for a queued job, which may start meanwhile
             is_active = "status IN ('queued', 'running')"
             db.execute(f"UPDATE jobs SET pause_requested = 1 WHERE id = ? AND {is_active}", (job_id,))
         self.set_status(job_id, "paused", "The job is paused.", only_from="queued")
@@ -192,7 +223,7 @@ class JobStore(Database):
         """
         job = self.get(job_id)
         if job.status == "running" and job.pause_requested:
-            with self._write() as db:
+            with self.write() as db:
                 db.execute("UPDATE jobs SET pause_requested = 0 WHERE id = ?", (job_id,))
             job = self.get(job_id)
             if job.status != "paused":
@@ -212,19 +243,25 @@ class JobStore(Database):
 
     # -- events --------------------------------------------------------------------------------------------------------
 
+    def add_message(self, job_id: str, message: str, code: str) -> None:
+        """Adds an event of the server about the job."""
+        with self.write() as db:
+            _insert_event(db, job_id, "info", "message", message, {"code": code})
+
     def add_crash(self, job_id: str, message: str) -> None:
         """Counts a crash of the job's training process and adds an event. Metrics of the job reset the count."""
-        with self._write() as db:
+        with self.write() as db:
             db.execute("UPDATE jobs SET crashes = crashes + 1 WHERE id = ?", (job_id,))
             _insert_event(db, job_id, "warn", "message", message, {"code": "restarted"})
 
     def add_events(self, job: Job, events: Iterable[Mapping[str, Any]], offset: int) -> None:
         """Stores the events between `job.events_offset` and `offset` of events.jsonl, and the newest metrics as the
-        job's progress. Does nothing if another caller has stored them meanwhile.
+        job's progress. Does nothing if another caller has stored them meanwhile, or another server owns the job.
         """
-        with self._write() as db:
-            update = "UPDATE jobs SET events_offset = ? WHERE id = ? AND events_offset = ?"
-            if db.execute(update, (offset, job.id, job.events_offset)).rowcount == 0:
+        with self.write() as db:
+            is_own = "(owner IS NULL OR owner = ?)"
+            update = f"UPDATE jobs SET events_offset = ? WHERE id = ? AND events_offset = ? AND {is_own}"
+            if db.execute(update, (offset, job.id, job.events_offset, self.front)).rowcount == 0:
                 return
             for event in events:
                 data = {k: v for k, v in event.items() if k not in NON_DATA_FIELDS}
@@ -233,22 +270,27 @@ class JobStore(Database):
                 if event["type"] == "metrics":
                     db.execute("UPDATE jobs SET progress = ?, crashes = 0 WHERE id = ?", (json.dumps(data), job.id))
 
+    def set_events_offset(self, job_id: str, offset: int) -> None:
+        """Sets the number of bytes of events.jsonl whose events are stored, after this server wrote the file anew."""
+        with self.write() as db:
+            db.execute("UPDATE jobs SET events_offset = ? WHERE id = ? AND owner = ?", (offset, job_id, self.front))
+
     def events(self, job_id: str, after: int = 0, limit: int = 1000) -> list[Event]:
         """Returns a job's events after the event number `after`, oldest first."""
         query = "SELECT * FROM events WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?"
-        return [as_event(row) for row in self._rows(query, job_id, after, limit)]
+        return [as_event(row) for row in self.rows(query, job_id, after, limit)]
 
     def newest_events(self, job_id: str, limit: int, before: int | None = None, kind: str = "%") -> list[Event]:
         """Returns a job's events before the event number `before`, newest first. `kind` is a type or "%" for all."""
         bound = 2**62 if before is None else before
         query = "SELECT * FROM events WHERE job = ? AND seq < ? AND type LIKE ? ORDER BY seq DESC LIMIT ?"
-        return [as_event(r) for r in self._rows(query, job_id, bound, kind, limit)]
+        return [as_event(r) for r in self.rows(query, job_id, bound, kind, limit)]
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def add_file(self, file_id: str, filename: str, size: int, sha256: str, purpose: str) -> StoredFile:
-        with self._write() as db:
-            number = db.execute("SELECT coalesce(max(number), 0) + 1 FROM files").fetchone()[0]
+        with self.write() as db:
+            number = _first(db, "SELECT coalesce(max(number), 0) + 1 AS first FROM files")
             db.execute(
                 "INSERT INTO files VALUES (?,?,?,?,?,?,?)",
                 (file_id, number, int(time.time()), filename, size, sha256, purpose),
@@ -257,7 +299,7 @@ class JobStore(Database):
 
     def file(self, file_id: str) -> StoredFile:
         """Returns an uploaded file. Raises Fault 404 if there is none with this id."""
-        rows = self._rows("SELECT * FROM files WHERE id = ?", file_id)
+        rows = self.rows("SELECT * FROM files WHERE id = ?", file_id)
         if not rows:
             raise Fault(Code.FILE_NOT_FOUND, "There is no file with that id.", param="file_id")
         return StoredFile(**dict(rows[0]))
@@ -269,14 +311,14 @@ class JobStore(Database):
         sign, order, start = (">", "ASC", 0) if oldest_first else ("<", "DESC", 2**62)
         bound = start if after is None else self.file(after).number
         query = f"SELECT * FROM files WHERE number {sign} ? AND purpose LIKE ? ORDER BY number {order} LIMIT ?"
-        return [StoredFile(**dict(r)) for r in self._rows(query, bound, purpose or "%", limit)]
+        return [StoredFile(**dict(r)) for r in self.rows(query, bound, purpose or "%", limit)]
 
     def delete_file(self, file_id: str) -> None:
         """Deletes a file. Raises Fault 404 for an unknown file, and 409 while a job that has not ended needs it."""
         self.file(file_id)
-        with self._write() as db:
+        with self.write() as db:
             condition = "status IN ('queued', 'running', 'paused') AND ? IN (training_file, validation_file)"
-            if db.execute(f"SELECT count(*) FROM jobs WHERE {condition}", (file_id,)).fetchone()[0]:
+            if _first(db, f"SELECT count(*) AS first FROM jobs WHERE {condition}", file_id):
                 raise Fault(Code.JOB_STATE, "A job that has not ended needs this file; cancel the job first.")
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
@@ -285,41 +327,47 @@ class JobStore(Database):
     def activated(self, base: str) -> str | None:
         """Returns the key of the weights last activated for the model `base`: a job's or checkpoint's key, "base", or
         None."""
-        rows = self._rows("SELECT source FROM activated WHERE base = ?", base)
-        return str(rows[0][0]) if rows else None
+        rows = self.rows("SELECT source FROM activated WHERE base = ?", base)
+        return str(rows[0]["source"]) if rows else None
 
     def set_activated(self, base: str, source: str) -> None:
-        with self._write() as db:
-            db.execute("INSERT OR REPLACE INTO activated VALUES (?, ?, ?)", (base, source, int(time.time())))
+        with self.write() as db:
+            activate(db, base, source)
 
     def activated_adapters(self, model: str) -> list[str]:
         """Returns the keys of the jobs and checkpoints whose adapters are loaded when the model starts."""
-        rows = self._rows("SELECT job FROM activated_adapters WHERE model = ? ORDER BY rowid", model)
-        return [row[0] for row in rows]
+        rows = self.rows("SELECT job FROM activated_adapters WHERE model = ? ORDER BY rowid", model)
+        return [row["job"] for row in rows]
 
     def add_activated_adapter(self, model: str, job: str) -> None:
-        with self._write() as db:
-            db.execute("INSERT OR REPLACE INTO activated_adapters VALUES (?, ?)", (model, job))
+        with self.write() as db:
+            db.execute("INSERT INTO activated_adapters (model, job) VALUES (?, ?) ON CONFLICT DO NOTHING", (model, job))
 
     def remove_activated_adapter(self, model: str, job: str) -> None:
-        with self._write() as db:
+        with self.write() as db:
             db.execute("DELETE FROM activated_adapters WHERE model = ? AND job = ?", (model, job))
+
+
+def activate(db: Connection, base: str, source: str) -> None:
+    """Stores in a transaction that the model `base` serves the weights with the key `source`."""
+    update = "ON CONFLICT (base) DO UPDATE SET source = excluded.source, at = excluded.at"
+    db.execute(f"INSERT INTO activated VALUES (?, ?, ?) {update}", (base, source, int(time.time())))
 
 
 _PAST_TENSES = {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}
 
 
-def _reason_to_keep(db: sqlite3.Connection, job: Job) -> str | None:
+def _reason_to_keep(db: Connection, job: Job) -> str | None:
     """Returns why a job must not be deleted, as a sentence, or None if it may be.
 
     The key of a source is a job's id, or a job's id with a checkpoint's step.
     """
-    status = db.execute("SELECT status FROM jobs WHERE id = ?", (job.id,)).fetchone()[0]
+    status = _first(db, "SELECT status AS first FROM jobs WHERE id = ?", job.id)
     if status not in FINAL_STATUSES:
         return f"The job is {status}; cancel it first."
     checkpoint_keys = f"{job.id}:%"
     activated = "SELECT source FROM activated UNION SELECT job FROM activated_adapters"
-    query = f"SELECT 1 FROM ({activated}) WHERE source = ? OR source LIKE ?"
+    query = f"SELECT 1 FROM ({activated}) AS activated WHERE source = ? OR source LIKE ?"
     if db.execute(query, (job.id, checkpoint_keys)).fetchone():
         return "The job's result is activated and will be served at the server's next start; activate another first."
     condition = "id != ? AND (source = ? OR source LIKE ?)"
@@ -329,7 +377,7 @@ def _reason_to_keep(db: sqlite3.Connection, job: Job) -> str | None:
     return None
 
 
-def _find_idempotent_job(db: sqlite3.Connection, key: str, request: str, now: int) -> str | None:
+def _find_idempotent_job(db: Connection, key: str, request: str, now: int) -> str | None:
     db.execute("DELETE FROM idempotency WHERE created_at < ?", (now - IDEMPOTENCY_SECONDS,))
     row = db.execute("SELECT request, job FROM idempotency WHERE key = ?", (key,)).fetchone()
     if row is None:
@@ -341,7 +389,7 @@ def _find_idempotent_job(db: sqlite3.Connection, key: str, request: str, now: in
 
 
 def _insert_event(
-    db: sqlite3.Connection,
+    db: Connection,
     job_id: str,
     level: str,
     kind: str,
@@ -354,5 +402,11 @@ def _insert_event(
     db.execute("INSERT INTO events (job, created_at, level, type, message, data) VALUES (?,?,?,?,?,?)", values)
 
 
-def _job(db: sqlite3.Connection, job_id: str) -> Job:
+def _first(db: Connection, query: str, *values: Any) -> Any:
+    """Returns the column `first` of the query's only row."""
+    row: Any = db.execute(query, values).fetchone()
+    return row["first"]
+
+
+def _job(db: Connection, job_id: str) -> Job:
     return as_job(db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone())

@@ -15,7 +15,7 @@ JOB_DIR/events.jsonl                  the events, which the server copies to the
 JOB_DIR/out/                          checkpoints and the result
 JOB_DIR/result.json                   the sign that the job has succeeded
 JOB_DIR/worker.lock, worker.log       the lock of the process, and its output
-JOB_DIR/served/step-N/                checkpoints that were exported as models (activation.py)
+JOB_DIR/served/step-N/                checkpoints that were exported as models (weight_sources.py)
 
 A client can delete a job that has ended. The server deletes the oldest of them if there are more than it keeps. Neither
 deletes a job whose result is served, is activated for the next start, or is needed by another job. The job is removed
@@ -38,13 +38,14 @@ from fp8serve.errors import DataError, Fp8ServeError, ModelError, RequestError, 
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.model_config import adaptable_linear_names, select_linears
 from fp8serve.model.storage.files import fsync
-from fp8serve.model.text.data_files import is_line_based
+from fp8serve.model.text.data_files import ending_of, is_line_based
 from fp8serve.options import http_address
 from fp8serve.server.faults import Code, Fault, safe_text
-from fp8serve.server.finetuning.activation import WeightSources, job_id_of
-from fp8serve.server.finetuning.database import Job, NewJob, new_job_id
+from fp8serve.server.finetuning.artifacts import Artifacts
+from fp8serve.server.finetuning.database import Job, NewJob, StoredFile, new_job_id
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.finetuning.weight_sources import WeightSources, job_id_of
 from fp8serve.server.parsing.parser_pool import SHORT_BYTES
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.parsing.sizes import write_rows
@@ -68,11 +69,9 @@ PRIVATE_FIELDS = ("model", "data", "eval_data", "out", "reward", "grader_url", *
 
 @dataclass(frozen=True)
 class Submissions:
-    """Accepts fine-tune jobs, and pauses, resumes and cancels them. `data_dir` holds the uploaded files that `store`
-    lists. `draining` is set when the server shuts down."""
+    """Accepts fine-tune jobs, and pauses, resumes and cancels them. `draining` is set when the server shuts down."""
 
     settings: Settings
-    data_dir: Path
     store: JobStore
     runner: JobRunner
     models: Registry
@@ -98,12 +97,12 @@ class Submissions:
             await self._check_data(body, config, check_files)
             job, is_new = await asyncio.to_thread(self._create_job, job_id, body, source, config, key, digest)
         except BaseException:
-            self.runner.discard(job_id)
+            self.runner.artifacts.discard(self.runner.job_dir(job_id))
             raise
         if is_new:
             self.runner.wake()
         else:
-            self.runner.discard(job_id)
+            self.runner.artifacts.discard(self.runner.job_dir(job_id))
         return job, is_new
 
     async def resume(self, job_id: str) -> Job:
@@ -191,7 +190,7 @@ class Submissions:
         Returns the path of the new file in a list, which is empty if the request has no rows of this kind.
         """
         if file_id is not None:
-            source = file_path(self.data_dir, self.store.file(file_id).id)
+            source = file_path(self.runner.artifacts, self.store.file(file_id))
             path = stem.with_name(stem.name + "".join(source.suffixes))
             _link(source, path)
             return [path]
@@ -284,6 +283,7 @@ class Submissions:
         (directory / "job.json").write_text(config.to_json(), encoding="utf-8")
         for path in (directory / "job.json", directory, directory.parent):
             fsync(path)
+        self.runner.artifacts.publish_job(job_id)
         new = NewJob(
             base=source.model_id, source=source.key, config=public_config(config), suffix=body.suffix,
             training_file=body.file_id, validation_file=body.validation_file_id, metadata=body.metadata,
@@ -321,11 +321,17 @@ def _link(source: Path, path: Path) -> None:
         fsync(path)
 
 
-def file_path(data_dir: Path, file_id: str) -> Path:
-    """Returns the path of an uploaded file whose id is in the database. Raises Fault 404 if the file is missing."""
-    for path in (data_dir / "files").glob(f"{file_id}.*"):
-        return path
-    raise Fault(Code.FILE_NOT_FOUND, "The file with that id is missing on the server's disk.", param="file_id")
+def upload_path(artifacts: Artifacts, file_id: str, filename: str) -> Path:
+    """Returns the path of an uploaded file, whose ending tells its format."""
+    return artifacts.root / "files" / (file_id + ending_of(filename))
+
+
+def file_path(artifacts: Artifacts, file: StoredFile) -> Path:
+    """Returns the path of an uploaded file that is in the database. Raises Fault 404 if the file is missing."""
+    path = artifacts.fetch(upload_path(artifacts, file.id, file.filename))
+    if not path.exists():
+        raise Fault(Code.FILE_NOT_FOUND, "The file with that id is missing on the server's disk.", param="file_id")
+    return path
 
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -377,7 +383,7 @@ class Retention:
             hint = "Activate or load other weights in its place first."
             raise Fault(Code.JOB_STATE, "The job's result, or one of its checkpoints, is being served.", hint=hint)
         self.store.delete_job(job_id)
-        self.runner.discard(job_id)
+        self.runner.artifacts.discard(self.runner.job_dir(job_id))
 
     def sweep(self) -> None:
         """Deletes all ended jobs but the newest `max_jobs`, except jobs that are in use."""

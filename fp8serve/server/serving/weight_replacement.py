@@ -44,13 +44,18 @@ class _NotInPlaceError(Exception):
 
 
 async def activate(
-    model: ServedModel, source: WeightSource, save_activation: SaveActivation, verification: Verification = UNVERIFIED
+    model: ServedModel,
+    source: WeightSource,
+    save_activation: SaveActivation,
+    verification: Verification = UNVERIFIED,
+    in_place: bool = True,
 ) -> tuple[ServedWeights, Verified | None]:
     """Loads `source` beside the served weights, verifies it, saves the activation and swaps.
 
-    The weights are exchanged in the running engine if possible, or else loaded by a new engine process. The swap
-    itself cannot fail. If anything before it fails, `save_activation` included, this function raises and
-    changes nothing: the served weights are always those that the next start of the server would load.
+    With `in_place` the weights are exchanged in the running engine if possible. Otherwise a new engine process loads
+    them, and requests are answered with the previous weights while `save_activation` runs. The swap itself cannot fail.
+    If anything before it fails, `save_activation` included, this function raises and changes nothing: the served
+    weights are always those that the next start of the server would load.
     """
     model.refuse_if_unloading()
     refuse_if_adapted(model)
@@ -61,6 +66,8 @@ async def activate(
         model.activating = source.model_id, time.monotonic()
         try:
             try:
+                if not in_place:
+                    raise _NotInPlaceError("several servers serve the model")
                 return await _swap_in_place(model, source, save_activation, verification)
             except _NotInPlaceError as error:
                 log.info("starting a new engine process for %s: %s", source.model_id, error)

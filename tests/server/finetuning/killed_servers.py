@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import signal
-import sqlite3
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,10 +59,10 @@ def die_at(seam: int) -> None:
         if next(seams) == seam:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    write, start = database.Database._write, job_runner.TrainingProcess.start
+    write, start = database.Database.write, job_runner.TrainingProcess.start
 
     @contextmanager
-    def before_commit(store: database.Database) -> Iterator[sqlite3.Connection]:
+    def before_commit(store: database.Database) -> Iterator[database.Connection]:
         with write(store) as db:
             yield db
             pass_seam()
@@ -73,7 +72,7 @@ def die_at(seam: int) -> None:
         pass_seam()
         return process
 
-    database.Database._write = before_commit  # type: ignore[method-assign]
+    database.Database.write = before_commit  # type: ignore[method-assign]
     job_runner.TrainingProcess.start = after_start  # type: ignore[method-assign]
 
 

@@ -7,15 +7,24 @@ import tempfile
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from fp8serve.errors import MachineError
 from fp8serve.server.faults import Fault
 from fp8serve.server.finetuning.database import NewJob, new_job_id
+from fp8serve.server.finetuning.fronts import Fronts
 from fp8serve.server.finetuning.job_runner import read_events
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.settings import Settings
@@ -48,8 +57,11 @@ class JobTable(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        self.store = JobStore(Path(self.folder.name) / "jobs.db")
+        self.store = self.connect()
         self.expected: dict[str, Expected] = {}
+
+    def connect(self) -> JobStore:
+        return JobStore(Path(self.folder.name) / "jobs.db")
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -118,7 +130,7 @@ class JobTable(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.store.close()
-        self.store = JobStore(Path(self.folder.name) / "jobs.db")
+        self.store = self.connect()
 
     @invariant()
     def the_table_is_as_expected(self) -> None:
@@ -204,7 +216,7 @@ def test_a_data_directory_of_the_third_layout_keeps_its_jobs_and_events(tmp_path
     store = JobStore(path)
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT * FROM events").fetchall() == before
-        assert [row[:-1] for row in db.execute("SELECT * FROM jobs ORDER BY number")] == jobs
+        assert [row[:-2] for row in db.execute("SELECT * FROM jobs ORDER BY number")] == jobs
         assert db.execute("PRAGMA foreign_key_check").fetchall() == []
         assert layout(path) == layout_of_new_table(tmp_path / "new.sqlite3")
     assert store.activated("MODEL_DIRECTORY") == "ftjob-succeeded"
@@ -222,6 +234,26 @@ def test_a_data_directory_of_the_third_layout_keeps_its_jobs_and_events(tmp_path
     assert [(event.seq, event.data["step"]) for event in after] == [(1001, 4), (1002, 5)]
     assert store.get(job.id).progress == {"step": 5}
     store.close()
+
+
+def test_a_table_of_the_fourth_layout_keeps_every_row(tmp_path: Path) -> None:
+    """Its server wrote it before several servers could share a database."""
+    path = tmp_path / "jobs.sqlite3"
+    tables = ("jobs", "events", "files", "idempotency", "activated", "activated_adapters")
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript((LAYOUTS.with_name("layout4") / "jobs.sql").read_text())
+        before = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in tables}
+    assert all(before.values())
+    with closing(JobStore(path)) as store:
+        assert layout(path) == layout_of_new_table(tmp_path / "new.sqlite3")
+        with closing(sqlite3.connect(path)) as db:
+            after = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in tables}
+        after["jobs"] = [row[:-1] for row in after["jobs"]]
+        assert after == before
+        jobs = store.unfinished_jobs()
+        assert [(job.id, job.owner) for job in jobs] == [("ftjob-running", None), ("ftjob-queued", None)]
+        assert store.claim("ftjob-running") == jobs[0]
+        assert store.set_status("ftjob-running", "succeeded", "The job succeeded.")
 
 
 async def test_jobs_of_older_versions_are_listed_in_both_formats(start: Start, settings: Settings) -> None:
@@ -260,13 +292,29 @@ TestJobTable = JobTable.TestCase
 TestJobTable.settings = settings(max_examples=60, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
+def test_the_job_table_in_postgresql(postgres: Any) -> None:
+    class PostgresJobTable(JobTable):
+        @initialize()
+        def open(self) -> None:
+            self.url = postgres.url()
+            super().open()
+
+        def connect(self) -> JobStore:
+            store = JobStore(self.url)
+            Fronts(store).renew([])
+            return store
+
+    few = settings(max_examples=8, stateful_step_count=30, suppress_health_check=list(HealthCheck), deadline=None)
+    run_state_machine_as_test(PostgresJobTable, settings=few)
+
+
 def test_a_table_of_another_layout_is_refused_and_not_changed(tmp_path: Path) -> None:
     table = tmp_path / "jobs.sqlite3"
     with closing(sqlite3.connect(table)) as newer:
         newer.execute("PRAGMA user_version=9")
     with pytest.raises(
         MachineError,
-        match="has schema version 9, but this fp8serve reads version 4; start the fp8serve version that wrote it",
+        match="has schema version 9, but this fp8serve reads version 5; start the fp8serve version that wrote it",
     ):
         JobStore(table)
     with closing(sqlite3.connect(table)) as db:

@@ -112,7 +112,7 @@ async def test_files_that_a_crash_left_of_a_deleted_job_go_at_the_next_start(
 ) -> None:
     async with start() as server:
         job = await trained(server)
-        monkeypatch.setattr(server.state.runner, "discard", lambda job_id: None)
+        monkeypatch.setattr(server.state.runner.artifacts, "discard", lambda path: None)
         assert (await remove(server, job))[0] == 200
         assert not is_gone(server, job)
     async with start() as server:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fp8serve.server.finetuning import activation
+from fp8serve.server.finetuning import weight_sources
 from fp8serve.server.serving import supervisor
 from fp8serve.server.serving.weight_replacement import MAX_DEATHS
 from fp8serve.server.settings import Settings
@@ -185,7 +185,7 @@ def exporter(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
         "if (source / 'bad').exists():\n    sys.exit(f'{source}: The weight w holds NaN or an infinity.')\n"
         f"shutil.copytree({str(settings.model)!r}, out)\n"
     )
-    monkeypatch.setattr(activation, "EXPORT_COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(weight_sources, "EXPORT_COMMAND", (sys.executable, str(script)))
 
 
 async def test_the_step_of_an_activation_is_served_or_refused(start: Start, exporter: None) -> None:

@@ -25,9 +25,9 @@ from fp8serve.server.api.routing import (
     ResponseModel,
     StateDep,
 )
-from fp8serve.server.finetuning.activation import checkpoint_metrics, checkpoint_name
 from fp8serve.server.finetuning.database import Event, Job, Status
 from fp8serve.server.finetuning.job_store import FINAL_STATUSES
+from fp8serve.server.finetuning.weight_sources import checkpoint_metrics, checkpoint_name
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.schemas.finetune_bodies import ActivateJobBody, FinetuneBody
 from fp8serve.server.server_state import ServerState

@@ -14,7 +14,6 @@ from pydantic import Field
 from starlette.responses import Response, StreamingResponse
 
 from fp8serve.model.storage.files import fsync, make_private
-from fp8serve.model.text.data_files import ending_of
 from fp8serve.server.api.routing import (
     BoundedRoute,
     IdempotencyKey,
@@ -25,9 +24,9 @@ from fp8serve.server.api.routing import (
     StateDep,
 )
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.activation import checkpoint_metrics, checkpoint_name
 from fp8serve.server.finetuning.database import Event, Job, Status, StoredFile, new_file_id
-from fp8serve.server.finetuning.submission import file_path
+from fp8serve.server.finetuning.submission import file_path, upload_path
+from fp8serve.server.finetuning.weight_sources import checkpoint_metrics, checkpoint_name
 from fp8serve.server.http.uploads import Upload, receive_upload
 from fp8serve.server.schemas.finetune_bodies import LEARNING_RATE, JobBody
 from fp8serve.server.server_state import ServerState
@@ -152,13 +151,14 @@ def _store(state: ServerState, upload: Upload, file_id: str) -> StoredFile:
     """Renames the uploaded file and adds it to the file table. Deletes the file if it is not accepted."""
     try:
         _check_form(upload)
-        path = upload.path.with_name(file_id + ending_of(upload.filename or ""))
+        path = upload_path(state.runner.artifacts, file_id, upload.filename or "")
         upload.path.rename(path)
         try:
             fsync(path.parent)
+            state.runner.artifacts.publish(path)
             return state.jobs.add_file(file_id, upload.filename or "", upload.size, upload.sha256, PURPOSE)
         except BaseException:
-            path.unlink(missing_ok=True)
+            state.runner.artifacts.discard(path)
             raise
     finally:
         upload.path.unlink(missing_ok=True)
@@ -199,7 +199,7 @@ class FileBytes(StreamingResponse):
 @router.get("/files/{file_id}/content", summary="Content of a file", response_class=FileBytes)
 async def content(file_id: str, state: StateDep) -> Response:
     stored_file = await asyncio.to_thread(state.jobs.file, file_id)
-    path = file_path(state.data_dir, stored_file.id)
+    path = await asyncio.to_thread(file_path, state.runner.artifacts, stored_file)
 
     def chunks() -> Iterator[bytes]:
         with path.open("rb") as file:
@@ -211,9 +211,10 @@ async def content(file_id: str, state: StateDep) -> Response:
 
 @router.delete("/files/{file_id}", summary="Delete a file; jobs that use it have a copy")
 async def delete(file_id: str, state: StateDep) -> DeletedFile:
+    stored_file = await asyncio.to_thread(state.jobs.file, file_id)
     await asyncio.to_thread(state.jobs.delete_file, file_id)
-    for path in (state.data_dir / "files").glob(f"{file_id}.*"):
-        path.unlink(missing_ok=True)
+    path = upload_path(state.runner.artifacts, stored_file.id, stored_file.filename)
+    await asyncio.to_thread(state.runner.artifacts.discard, path)
     return DeletedFile(id=file_id)
 
 

@@ -1,0 +1,91 @@
+"""Back up and restore the job database of servers: jobs, their events, the list of uploads, and active weights.
+
+\b
+Examples:
+  fp8serve state backup jobs.jsonl --data-dir DIR
+  fp8serve state restore jobs.jsonl --database postgresql://db.internal/fp8serve
+"""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8serve.errors import MachineError, RequestError
+from fp8serve.model.storage.files import acquire_lock, make_private
+from fp8serve.server.data_directory import JOB_DATABASE, SERVER_LOCK
+from fp8serve.server.settings import check_database_url
+from fp8serve.terminal import remark
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
+File = Annotated[Path, typer.Argument(metavar="FILE", help="File of the backup.")]
+DataDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Data directory of a server with an SQLite file.", show_default=False)
+]
+Url = Annotated[
+    str | None, typer.Option("--database", metavar="URL", help="PostgreSQL database of servers.", show_default=False)
+]
+
+
+@app.command()
+def backup(file: File, data_dir: DataDir = None, database: Url = None) -> None:
+    """Write all rows of a job database to a file. Servers may run meanwhile.
+
+    The files of jobs are not part of it: copy the data directory or the bucket afterwards.
+
+    \b
+    Examples:
+      fp8serve state backup jobs.jsonl --data-dir ~/.local/share/fp8serve/model-1a2b3c4d
+      fp8serve state backup jobs.jsonl --database postgresql://db.internal/fp8serve
+    """
+    location = _location(data_dir, database)
+    if isinstance(location, Path) and not location.exists():
+        raise MachineError(f"{location.parent} has no job database; --data-dir is the data directory of a server.")
+    from fp8serve.server.finetuning.backup import back_up
+    from fp8serve.server.finetuning.database import Database
+
+    with closing(Database(location)) as opened:
+        remark(f"{back_up(opened, file)} jobs were written to {file}.")
+
+
+@app.command()
+def restore(file: File, data_dir: DataDir = None, database: Url = None) -> None:
+    """Write a backup into an empty job database, SQLite or PostgreSQL. No server may use it meanwhile.
+
+    \b
+    Examples:
+      fp8serve state restore jobs.jsonl --data-dir ./data
+      fp8serve state restore jobs.jsonl --database postgresql://db.internal/fp8serve
+    """
+    location = _location(data_dir, database)
+    from fp8serve.server.finetuning import backup
+    from fp8serve.server.finetuning.database import Database
+
+    with _locked(location), closing(Database(location)) as opened:
+        remark(f"{backup.restore(opened, file)} jobs were restored from {file}.")
+
+
+def _location(data_dir: Path | None, url: str | None) -> Path | str:
+    """Returns the path of an SQLite file or the URL of a PostgreSQL database."""
+    if url is not None and data_dir is None:
+        return check_database_url(url)
+    if data_dir is None or url is not None:
+        raise RequestError("Give --data-dir or --database, one of them.")
+    return data_dir / JOB_DATABASE
+
+
+@contextmanager
+def _locked(location: Path | str) -> Iterator[None]:
+    """Refuses a data directory that a server uses, and creates it if there is none."""
+    if isinstance(location, str):
+        yield
+        return
+    try:
+        make_private(location.parent)
+    except OSError as error:
+        raise MachineError(f"{location.parent} cannot be written: {error.strerror}.") from None
+    refusal = f"A server uses the data directory {location.parent}; stop it first."
+    with acquire_lock(location.with_name(SERVER_LOCK), refusal, MachineError):
+        yield

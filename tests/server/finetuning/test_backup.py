@@ -1,0 +1,120 @@
+"""Backups of the job database: complete, restored into SQLite and PostgreSQL, and refused where they do not fit."""
+
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.cli import main
+from fp8serve.errors import RequestError
+from fp8serve.server.data_directory import DataDirectory
+from fp8serve.server.finetuning.backup import TABLES, back_up, restore
+from fp8serve.server.finetuning.database import Database, NewJob
+from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.settings import Settings
+from tests.server.finetuning.test_job_states import LAYOUTS, write_table
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    """A database with jobs in all states, events, a file and activations."""
+    shutil.copytree(LAYOUTS / "jobs", tmp_path / "old" / "jobs")
+    write_table(tmp_path / "old" / "jobs.sqlite3")
+    with closing(JobStore(tmp_path / "old" / "jobs.sqlite3")) as opened:
+        opened.add_file("file-1", "rows.jsonl", 5, "0" * 64, "fine-tune")
+        opened.create(NewJob(base="base", source="base", config={"é": 1}), "ftjob-new", 10, "a key", "request")
+        opened.set_activated("small=/models/b", "base")
+        assert opened.claim("ftjob-new") is not None
+        yield opened
+
+
+def rows(database: Database) -> dict[str, list[dict[str, Any]]]:
+    """Returns all rows, without the owners of jobs."""
+    tables = {table: [dict(row) for row in database.rows(f"SELECT * FROM {table}")] for table in TABLES}
+    return {
+        table: sorted(({k: v for k, v in row.items() if k not in ("owner", "rowid")} for row in all_rows), key=str)
+        for table, all_rows in tables.items()
+    }
+
+
+def test_a_restored_database_has_every_row(store: JobStore, tmp_path: Path) -> None:
+    number = back_up(store, tmp_path / "backup.jsonl")
+    assert number == len(store.ids("jobs"))
+    assert (tmp_path / "backup.jsonl").stat().st_mode & 0o077 == 0
+    with closing(JobStore(tmp_path / "new.sqlite3")) as new:
+        assert restore(new, tmp_path / "backup.jsonl") == number
+        assert all(rows(store).values())
+        assert rows(new) == rows(store)
+        assert new.get("ftjob-new").owner is None
+        assert new.claim("ftjob-new") is not None
+        last = max(event.seq for job in new.jobs() for event in new.events(job.id))
+        new.add_message("ftjob-new", "The next event.", "next")
+        assert new.newest_events("ftjob-new", 1)[0].seq > last
+
+
+def test_a_server_moves_to_postgresql_and_back(store: JobStore, database: str, tmp_path: Path) -> None:
+    back_up(store, tmp_path / "backup.jsonl")
+    with closing(JobStore(database)) as moved:
+        restore(moved, tmp_path / "backup.jsonl")
+        before, after = rows(store), rows(moved)
+        assert {row["base"] for row in after["activated"]} == {"MODEL_DIRECTORY", "small"}
+        assert {row["model"] for row in after["activated_adapters"]} == {"MODEL_DIRECTORY"}
+        for table in ("jobs", "events", "files", "idempotency"):
+            assert after[table] == before[table], table
+        last = max(row["seq"] for row in after["events"])
+        moved.add_message("ftjob-new", "The next event.", "next")
+        assert moved.newest_events("ftjob-new", 1)[0].seq == last + 1
+        back_up(moved, tmp_path / "back.jsonl")
+    with closing(JobStore(tmp_path / "back.sqlite3")) as back:
+        restore(back, tmp_path / "back.jsonl")
+        assert rows(back)["jobs"] == before["jobs"]
+
+
+def test_a_backup_is_restored_into_an_empty_database_only(store: JobStore, tmp_path: Path) -> None:
+    back_up(store, tmp_path / "backup.jsonl")
+    before = rows(store)
+    with pytest.raises(RequestError, match="has jobs already; restore a backup into an empty database"):
+        restore(store, tmp_path / "backup.jsonl")
+    assert rows(store) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: [*lines[:-1], lines[-1][:-5]], "is no backup of a job database, or is damaged"),
+        (lambda lines: ["{}", *lines[1:]], "has schema version None, but this fp8serve reads version 5"),
+        (lambda lines: [*lines, json.dumps({"table": "fronts", "row": {}})], "is no backup"),
+        (lambda lines: [*lines, json.dumps({"table": "files", "row": {"id": "x; DROP TABLE jobs"}})], "other columns"),
+        (lambda lines: ["[]"], "is no backup"),
+    ],
+)
+def test_a_damaged_backup_changes_nothing(store: JobStore, tmp_path: Path, change: Any, message: str) -> None:
+    path = tmp_path / "backup.jsonl"
+    back_up(store, path)
+    path.write_text("\n".join(change(path.read_text().splitlines())) + "\n")
+    with closing(JobStore(tmp_path / "new.sqlite3")) as new:
+        with pytest.raises(RequestError, match=message):
+            restore(new, path)
+        assert not any(rows(new).values())
+
+
+def test_the_commands(store: JobStore, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    backup, count = str(tmp_path / "b.jsonl"), len(store.ids("jobs"))
+    assert main(["state", "backup", backup, "--data-dir", str(tmp_path / "old")]) == 0
+    assert f"{count} jobs were written" in capsys.readouterr().err
+    assert main(["state", "restore", backup, "--data-dir", str(settings.data_dir)]) == 0
+    assert f"{count} jobs were restored" in capsys.readouterr().err
+    directory = DataDirectory(settings)
+    for arguments, message in (
+        (["restore", backup, "--data-dir", str(settings.data_dir)], "A server uses the data directory"),
+        (["backup", backup, "--data-dir", str(tmp_path / "nothing")], "has no job database"),
+        (["backup", backup], "Give --data-dir or --database"),
+        (["backup", backup, "--database", "sqlite:///x"], "must be the URL of a PostgreSQL database"),
+        (["restore", str(tmp_path / "none"), "--data-dir", str(tmp_path / "fresh")], "cannot be read"),
+    ):
+        assert main(["state", *arguments]) == 1, arguments
+        assert message in capsys.readouterr().err
+    directory.close()
