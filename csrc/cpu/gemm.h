@@ -42,6 +42,7 @@ constexpr int64_t kMostRows = 64;  // of any level's tile
 
 // The element type of a matrix. NVFP4 and MXFP4 are E2M1 codes of 4 bits (gemm_4bit.h), for `b` alone.
 enum class Kind { e4m3, e5m2, bf16, nvfp4, mxfp4 };
+constexpr bool is_fp8(Kind kind) { return kind == Kind::e4m3 || kind == Kind::e5m2; }
 constexpr bool has_4_bits(Kind kind) { return kind == Kind::nvfp4 || kind == Kind::mxfp4; }
 constexpr int64_t bytes_of(Kind kind, int64_t count = 1) {
   return has_4_bits(kind) ? count / 2 : kind == Kind::bf16 ? 2 * count : count;
@@ -104,6 +105,7 @@ struct Level {
                       void* panel) = nullptr;
   int64_t rows_4bit = 0;
   int64_t tile_rows = kMaxRows;  // rows of tile(), at most
+  bool only_fp8 = false;         // whether it multiplies FP8 values by FP8 values only
 };
 
 const Level& portable();
@@ -117,13 +119,18 @@ inline constexpr std::array kLevels = {&emulated_amx, &amx,  &avx512bf16,
                                        &avx512,       &avx2, &portable};  // best first
 #elif FP8_NEON
 const Level& neon();
+const Level& neonfhm();
 const Level& neonbf16();
-inline constexpr std::array kLevels = {&neonbf16, &neon, &portable};
+inline constexpr std::array kLevels = {&neonfhm, &neonbf16, &neon, &portable};
 #else
 inline constexpr std::array kLevels = {&portable};
 #endif
 
-// Returns the first level whose features are in force.
-const Level& best_level();
+// Returns the first level that multiplies values of these kinds and whose features are in force.
+const Level& best_level(Kind a, Kind b);
+
+// The variants that ops report: of products of two FP8 matrices, and of others.
+inline const Variant& fp8_variant() { return best_level(Kind::e4m3, Kind::e4m3).variant; }
+inline const Variant& bf16_variant() { return best_level(Kind::bf16, Kind::bf16).variant; }
 
 }  // namespace fp8serve::gemm

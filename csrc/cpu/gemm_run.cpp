@@ -331,8 +331,10 @@ void run_rows(const Group& group, const Level& level, int64_t m0, int64_t m1) {
 
 }  // namespace
 
-const Level& best_level() {
-  const auto runs = [](const auto& level) { return has(level().variant.needs); };
+const Level& best_level(Kind a, Kind b) {
+  const auto runs = [&](const auto& level) {
+    return has(level().variant.needs) && (!level().only_fp8 || (is_fp8(a) && is_fp8(b)));
+  };
   return (*std::find_if(kLevels.begin(), kLevels.end(), runs))();
 }
 
@@ -340,7 +342,7 @@ void run(const Problem* problems, int64_t count) {
   Group group{problems, count, 0};
   for (int64_t i = 0; i < count; ++i) group.rows += problems[i].m;
   const Problem& shape = group.shape();
-  const Level& building_blocks = best_level();
+  const Level& building_blocks = best_level(shape.a.panel_kind(), shape.b.panel_kind());
   const int64_t row_bytes =
       std::max<int64_t>(shape.k_blocks() * shape.stride() * building_blocks.element_size, 1);
   const int64_t rows = share(group.rows, std::max(kRowsPerTask, kPanel / row_bytes), building_blocks);
