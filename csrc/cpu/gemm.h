@@ -16,7 +16,7 @@
 // finish 16 outputs. Sixteen lanes of one column were tried first: thirty and fifteen, 27 % of the time at
 // K = 256. One lane (16 columns a register) needs weights in another order than a checkpoint has them.
 //
-// The panels. FP8 values become BF16 (or FP32 where there is no BF16 dot product) once, padded with zeros:
+// The panels. FP8 values become BF16 or FP16 (or FP32 where neither is multiplied) once, padded with zeros:
 //  * a row of `a`: its runs one after the other;
 //  * 16 columns of `b`: per run four vectors, vector i holding columns i, i + 4, i + 8, i + 12, so that the
 //    sums of the four vectors come out of the final shuffles as columns 0 to 15.

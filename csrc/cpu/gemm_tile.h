@@ -3,7 +3,7 @@
 //   FP8_TARGET              the level's target attribute
 //   Element                 of a panel
 //   Vector                  4 columns x 4 lanes of FP32 sums
-//   kSteps                  vectors of `b` that make a run of four columns: 1 for BF16, 2 for FP32
+//   kSteps                  vectors of `b` that make a run of four columns: 1 for 16 bits, 2 for FP32
 //   kTileRows               rows whose sums fit the registers ...
 //   kVectors<R>             ... with this many vectors of columns
 //   load_a(p) broadcasts a row's step, load_b(p), multiply_add(sums, a, b), reduce(vectors[4]) to Sums,

@@ -2,10 +2,10 @@
 // level, after gemm_tile.h, which also defines:
 //   kOnlyFp8                whether no values in BF16 occur
 //   kStreamRows             rows that stream() takes, at most
-//   Runs                    a run (8 k) of columns i, i + 4, i + 8 and i + 12 as BF16
+//   Runs                    a run (8 k) of columns i, i + 4, i + 8 and i + 12 as BF16 or FP16
 //   load_fp8<F>(columns, runs[2])     16 FP8 values of each of four columns -> two runs
 //   load_values(columns, runs[2])     ... of 16 BF16
-//   step<S>(run)            its step S as an Operand: of FP32 the odd k, then the even ones, of BF16 the run
+//   step<S>(run)            its step S as an Operand: of FP32 the odd k, then the even ones, else the run
 //   store(p, operand)       stores the elements of an operand
 //
 // Every FP8 value is exact in BF16: 16-bit arithmetic decodes twice as many at a time as 32-bit would. A BF16
