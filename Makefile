@@ -170,20 +170,23 @@ cuda: .venv/packages ## compile the CUDA kernels for all architectures (needs nv
 
 # Linked against a stand-in for torch's C interface (tests/arm/torch_shim.cpp): torch for ARM is not installed.
 ARM_CXX ?= aarch64-linux-gnu-g++
-ARM_EMULATOR ?= qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu
-ARM_LEVELS = portable neon neonbf16
+ARM_OBJDUMP ?= aarch64-linux-gnu-objdump
+ARM_EMULATOR ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
+ARM_REPLAY = -E LD_LIBRARY_PATH=build/arm build/arm/replay build/arm/library/libfp8serve_cpu.so build/arm/cases
 ARM_COMPILE = $(ARM_CXX) -std=c++20 -O2 -Wall -Wextra -Werror -DTORCH_TARGET_VERSION=0x020b000000000000 -isystem \
   $$($(BIN)/python -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])")/include
 ARM_CMAKE = FP8SERVE_CUDA=OFF CMAKE_SYSTEM_NAME=Linux CMAKE_SYSTEM_PROCESSOR=aarch64 CMAKE_CXX_COMPILER=$(ARM_CXX) \
   TORCH_CPU_LIBRARY=$(CURDIR)/build/arm/libtorch_cpu.so
-arm: setup ## compile csrc/cpu/ for 64-bit ARM, and compare its bits with this machine's (needs g++-aarch64-linux-gnu, qemu-user)
+arm: setup ## compile csrc/cpu/ for 64-bit ARM, compare its bits with this machine's, and count instructions (needs g++-aarch64-linux-gnu, qemu-user)
 	mkdir -p build/arm
 	$(ARM_COMPILE) -fPIC -shared -Wl,-soname,libtorch_cpu.so tests/arm/torch_shim.cpp -o build/arm/libtorch_cpu.so
 	$(ARM_COMPILE) tests/arm/replay.cpp -Lbuild/arm -ltorch_cpu -o build/arm/replay
 	$(BIN)/cmake -S csrc -B build/arm/library -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(addprefix -D,$(ARM_CMAKE))
 	$(BIN)/cmake --build build/arm/library
 	$(BIN)/python -m tests.arm.record build/arm/cases
-	$(ARM_EMULATOR) -E LD_LIBRARY_PATH=build/arm build/arm/replay build/arm/library/libfp8serve_cpu.so build/arm/cases $(ARM_LEVELS)
+	$(ARM_EMULATOR) -cpu cortex-a53 $(ARM_REPLAY) portable neon
+	$(ARM_EMULATOR) -cpu max $(ARM_REPLAY) neonfhm neonbf16
+	$(BIN)/python -m benchmarks.inner_loops build/arm/library/libfp8serve_cpu.so --objdump $(ARM_OBJDUMP)
 
 arm-wheel: arm ## build dist/arm/fp8serve-*-linux_aarch64.whl from what `make arm` compiled and compared
 	_PYTHON_HOST_PLATFORM=linux-aarch64 $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist/arm \

@@ -14,14 +14,20 @@ column of the machine and the processors with the same bits. [Numerics](numerics
 CPU = """## On a CPU
 
 The columns are the levels of the CPU library: `portable` runs everywhere, `avx2`, `avx512` and `avx512bf16` (with VBMI)
-on x86, `neon` and `neonbf16` on 64-bit ARM. Columns with the same classes are one. `amx` has products on tiles of BF16;
-no machine with AMX has measured them, so they run only after `torch.ops.fp8serve.cpu_isa("amx")`. `reference` is plain
-PyTorch, which serves an op where there is no kernel.
+on x86, `neon`, `neonfhm` and `neonbf16` on 64-bit ARM. Columns with the same classes are one. `amx` has products on
+tiles of BF16; no machine with AMX has measured them, so they run only after `torch.ops.fp8serve.cpu_isa("amx")`.
+`reference` is plain PyTorch, which serves an op where there is no kernel.
 """
 ON_CPU = """`avx512bf16` differs in two ways. Attention of BF16 queries takes 64 keys at a time there and rounds its
 weights to BF16. And its products of BF16 take values and sums that are subnormal in FP32 (below 2^-126) as zero.
 On the other levels, products of BF16 values below 2^-126 are rounded before they are added (`portable`) or with the
 sum, so `four_lanes` does not promise their bits. Products of two FP8 or MX operands never come so low.
+
+ARM's I8MM has no level, as VNNI has none: INT8 holds E4M3 numbers of four neighboring exponents only, so an exact
+product takes three INT8 products or more (`benchmarks/int8_groups.py`). Nor do `BFDOT` and `BFMMLA` give the bits of
+any class: they round sums to odd, or add two products to each other first. SVE has no level because
+[it saves no instructions](performance-log.md#2026-11-28-instructions-of-a-product-on-arm) where its registers are those
+of NEON.
 """
 GPU = """## On a GPU
 
@@ -44,7 +50,10 @@ PROOF = (
         "the same tests, with the instructions where the processor has them, and with what Intel's manual says that "
         "they do (`emulated_amx`)",
     ),
-    ("`neon`, `neonbf16`", "`make arm` repeats these cases in an emulator and compares the bits with those of x86"),
+    (
+        "`neon`, `neonfhm`, `neonbf16`",
+        "`make arm` repeats these cases in an emulator and compares the bits with those of x86",
+    ),
     ("chips, `invariant`", "the tests of `tests/cuda`, on the emulated GPU and on the chips that cuda.md names"),
     ("this page", "`tests/test_site.py::test_the_page_of_numerics_classes_is_up_to_date`"),
 )

@@ -79,6 +79,5 @@ STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("silu_mul_quantize_rows", TORCH_BOX(&fp8serve::silu_mul_quantize_rows));
   fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("silu_mul_quantize_rows");
   m.impl("grouped_mlp", TORCH_BOX(&fp8serve::grouped_mlp));
-  fp8serve::report("grouped_mlp",
-                   []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
+  fp8serve::report("grouped_mlp", fp8serve::gemm::fp8_variant);
 }

@@ -39,13 +39,14 @@ struct Named {
   std::string_view name;
   Features features;
 };
-constexpr std::array<Named, 8> kLevels{{{"portable", kPortable},
+constexpr std::array<Named, 9> kLevels{{{"portable", kPortable},
                                         {"avx2", kAvx2},
                                         {"avx512", kAvx512},
                                         {"avx512bf16", kAvx512Bf16},
                                         {"amx", kAmx},
                                         {"emulated_amx", kEmulatedAmx},
                                         {"neon", kNeon},
+                                        {"neonfhm", kNeonFhm},
                                         {"neonbf16", kNeonBf16}}};
 constexpr std::array<Named, 7> kFlags{{{"fma", feature::fma},
                                        {"avx512f", feature::avx512f},
@@ -100,7 +101,8 @@ Features detect_features() {
                          flag(__builtin_cpu_supports("avx512bf16"), feature::avx512bf16);
   return found | flag((found & kAvx512Bf16) == kAvx512Bf16 && has_slow_dot(), feature::slow_dot);
 #elif FP8_NEON && defined(__linux__)
-  return kNeon | ((getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0 ? feature::bf16 : 0);
+  return kNeon | ((getauxval(AT_HWCAP) & HWCAP_ASIMDFHM) != 0 ? feature::fhm : 0) |
+         ((getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0 ? feature::bf16 : 0);
 #elif FP8_NEON
   return kNeon;
 #else
@@ -151,10 +153,10 @@ Features parse(const std::string& cap) {
     end = std::min(cap.find('+', begin), cap.size());
     const std::string_view name = std::string_view(cap).substr(begin, end - begin);
     const auto level = find(kLevels, name), features = level ? level : find(kFlags, name);
-    Contract("cpu_isa").require(
-        features.has_value(), "cap", "is '", cap,
-        "', must be portable, avx2, avx512, avx512bf16, amx, neon, neonbf16, one of these with features "
-        "such as +avx512vbmi, best, or empty to ask");
+    Contract("cpu_isa").require(features.has_value(), "cap", "is '", cap,
+                                "', must be portable, avx2, avx512, avx512bf16, amx, neon, neonfhm, "
+                                "neonbf16, one of these with features such as +avx512vbmi, best, or empty to "
+                                "ask");
     all |= *features;
   }
   return all;

@@ -41,7 +41,8 @@
 
 #if defined(__aarch64__)
 #define FP8_NEON 1
-#define FP8_TARGET_NEON_BF16 __attribute__((target("arch=armv8.2-a+bf16")))
+#define FP8_TARGET_NEON_FHM __attribute__((target("arch=armv8.2-a+fp16fml")))
+#define FP8_TARGET_NEON_BF16 __attribute__((target("arch=armv8.2-a+fp16fml+bf16")))
 #else
 #define FP8_NEON 0
 #endif
@@ -53,8 +54,8 @@ namespace feature {
 constexpr Features avx2 = 1 << 0, fma = 1 << 1, avx512f = 1 << 2, avx512bw = 1 << 3, avx512dq = 1 << 4,
                    avx512vl = 1 << 5, avx512vbmi = 1 << 6, avx512bf16 = 1 << 7, neon = 1 << 8, bf16 = 1 << 9,
                    amx = 1 << 10,  // tiles of BF16, which the system allows this process
-    emulated_amx = 1 << 11,
-                   slow_dot = 1 << 12;  // `vdpbf16ps` takes longer than two FMAs
+    emulated_amx = 1 << 11, fhm = 1 << 12,
+                   slow_dot = 1 << 13;  // `vdpbf16ps` takes longer than two FMAs
 }  // namespace feature
 
 // The features that code under each of the macros needs. Every processor with AVX2 has F16C.
@@ -68,8 +69,9 @@ constexpr Features kSlowDot = kAvx512Bf16 | feature::slow_dot;
 // Not in force unless a cap names them (features.cpp).
 constexpr Features kAmx = kAvx512Bf16 | feature::amx;
 constexpr Features kEmulatedAmx = kAvx512Bf16 | feature::emulated_amx;
-constexpr Features kNeon = feature::neon;  // which every 64-bit ARM processor has
-constexpr Features kNeonBf16 = kNeon | feature::bf16;
+constexpr Features kNeon = feature::neon;            // which every 64-bit ARM processor has
+constexpr Features kNeonFhm = kNeon | feature::fhm;  // FMLAL, from ARMv8.4 on
+constexpr Features kNeonBf16 = kNeonFhm | feature::bf16;
 
 Features features();  // the processor's, without those that a test has capped
 inline bool has(Features needed) { return (features() & needed) == needed; }

@@ -134,7 +134,7 @@ Tensor nvfp4_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const T
 }
 
 // Whether the GEMM reads packed weights as they are, instead of unpacking them first.
-bool reads_packed() { return best_level().unpack_packed != nullptr; }
+bool reads_packed() { return best_level(Kind::bf16, Kind::bf16).unpack_packed != nullptr; }
 
 }  // namespace
 }  // namespace gemm
@@ -148,9 +148,9 @@ STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("joined_mm", TORCH_BOX(&fp8serve::gemm::joined_mm));
   m.impl("mx_mm", TORCH_BOX(&fp8serve::gemm::mx_mm));
   m.impl("nvfp4_mm", TORCH_BOX(&fp8serve::gemm::nvfp4_mm));
-  for (const char* op : {"scaled_mm", "scaled_mm_add", "mm", "packed_mm", "joined_mm", "mx_mm", "nvfp4_mm"}) {
-    fp8serve::report(op, []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
-  }
+  for (const char* op : {"scaled_mm", "scaled_mm_add", "packed_mm", "joined_mm"})
+    fp8serve::report(op, fp8serve::gemm::fp8_variant);
+  for (const char* op : {"mm", "mx_mm", "nvfp4_mm"}) fp8serve::report(op, fp8serve::gemm::bf16_variant);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CompositeExplicitAutograd, m) {

@@ -16,7 +16,7 @@
 // finish 16 outputs. Sixteen lanes of one column were tried first: thirty and fifteen, 27 % of the time at
 // K = 256. One lane (16 columns a register) needs weights in another order than a checkpoint has them.
 //
-// The panels. FP8 values become BF16 (or FP32 where there is no BF16 dot product) once, padded with zeros:
+// The panels. FP8 values become BF16 or FP16 (or FP32 where neither is multiplied) once, padded with zeros:
 //  * a row of `a`: its runs one after the other;
 //  * 16 columns of `b`: per run four vectors, vector i holding columns i, i + 4, i + 8, i + 12, so that the
 //    sums of the four vectors come out of the final shuffles as columns 0 to 15.
@@ -42,6 +42,7 @@ constexpr int64_t kMostRows = 64;  // of any level's tile
 
 // The element type of a matrix. NVFP4 and MXFP4 are E2M1 codes of 4 bits (gemm_4bit.h), for `b` alone.
 enum class Kind { e4m3, e5m2, bf16, nvfp4, mxfp4 };
+constexpr bool is_fp8(Kind kind) { return kind == Kind::e4m3 || kind == Kind::e5m2; }
 constexpr bool has_4_bits(Kind kind) { return kind == Kind::nvfp4 || kind == Kind::mxfp4; }
 constexpr int64_t bytes_of(Kind kind, int64_t count = 1) {
   return has_4_bits(kind) ? count / 2 : kind == Kind::bf16 ? 2 * count : count;
@@ -104,6 +105,7 @@ struct Level {
                       void* panel) = nullptr;
   int64_t rows_4bit = 0;
   int64_t tile_rows = kMaxRows;  // rows of tile(), at most
+  bool only_fp8 = false;         // whether it multiplies FP8 values by FP8 values only
 };
 
 const Level& portable();
@@ -118,8 +120,9 @@ inline constexpr std::array kLevels = {&emulated_amx, &amx,  &avx512bf16,
                                        &avx512,       &avx2, &portable};  // best first
 #elif FP8_NEON
 const Level& neon();
+const Level& neonfhm();
 const Level& neonbf16();
-inline constexpr std::array kLevels = {&neonbf16, &neon, &portable};
+inline constexpr std::array kLevels = {&neonfhm, &neonbf16, &neon, &portable};
 #else
 inline constexpr std::array kLevels = {&portable};
 #endif
@@ -129,7 +132,11 @@ inline constexpr std::array kLevels = {&portable};
 void flushing_tile(const Tile& tile);
 #endif
 
-// Returns the first level whose features are in force.
-const Level& best_level();
+// Returns the first level that multiplies values of these kinds and whose features are in force.
+const Level& best_level(Kind a, Kind b);
+
+// The variants that ops report: of products of two FP8 matrices, and of others.
+inline const Variant& fp8_variant() { return best_level(Kind::e4m3, Kind::e4m3).variant; }
+inline const Variant& bf16_variant() { return best_level(Kind::bf16, Kind::bf16).variant; }
 
 }  // namespace fp8serve::gemm

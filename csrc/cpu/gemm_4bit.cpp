@@ -324,7 +324,5 @@ STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   fp8serve::report<fp8serve::kPlain>("pack_4bit");
   m.impl("mm_4bit", TORCH_BOX(&fp8serve::gemm::mm_4bit));
   m.impl("grouped_mm_4bit", TORCH_BOX(&fp8serve::gemm::grouped_mm_4bit));
-  for (const char* op : {"mm_4bit", "grouped_mm_4bit"}) {
-    fp8serve::report(op, []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
-  }
+  for (const char* op : {"mm_4bit", "grouped_mm_4bit"}) fp8serve::report(op, fp8serve::gemm::bf16_variant);
 }

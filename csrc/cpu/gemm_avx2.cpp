@@ -19,6 +19,10 @@ struct Operand {
 };
 using Vector = Operand;
 constexpr int kSteps = 2, kTileRows = 1;
+template <int R>
+constexpr int kVectors = 4;
+constexpr int kStreamRows = 2;
+constexpr bool kOnlyFp8 = false;
 
 FP8_TARGET FP8_INLINE Vector zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 FP8_TARGET FP8_INLINE Operand load_a(const float* p) {
@@ -149,8 +153,13 @@ FP8_TARGET FP8_INLINE void store(float* p, const Operand& x) {
 
 const Level& avx2() {
   using namespace avx2_level;
-  static constexpr Level level{
-      {"avx2", kAvx2, Numerics::four_lanes}, sizeof(Element), unpack_row, unpack_columns, tile, stream, 2};
+  static constexpr Level level{{"avx2", kAvx2, Numerics::four_lanes},
+                               sizeof(Element),
+                               unpack_row,
+                               unpack_columns,
+                               tile,
+                               stream,
+                               kStreamRows};
   return level;
 }
 

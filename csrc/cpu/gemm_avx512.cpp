@@ -19,6 +19,8 @@ using Element = float;
 using Operand = __m512;
 using Vector = __m512;
 constexpr int kSteps = 2, kTileRows = kMaxRows;
+constexpr int kStreamRows = 2;
+constexpr bool kOnlyFp8 = false;
 
 FP8_TARGET FP8_INLINE Operand load_a(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
 FP8_TARGET FP8_INLINE Operand load_b(const float* p) { return _mm512_loadu_ps(p); }
@@ -113,7 +115,7 @@ const Level& avx512() {
                                unpack_columns,
                                tile,
                                stream,
-                               2};
+                               kStreamRows};
   return level;
 }
 

@@ -247,8 +247,7 @@ std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& sc
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("grouped_mm", TORCH_BOX(&fp8serve::gemm::grouped_mm));
-  fp8serve::report("grouped_mm",
-                   []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
+  fp8serve::report("grouped_mm", fp8serve::gemm::fp8_variant);
   m.impl("grouped_quantize", TORCH_BOX(&fp8serve::gemm::grouped_quantize));
   fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("grouped_quantize");
 }

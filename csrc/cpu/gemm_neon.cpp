@@ -1,5 +1,5 @@
 // The GEMM level for ARM's NEON, which every 64-bit ARM processor has: FP32 panels, a vector in four
-// registers, one row of 16 columns at a time.
+// registers.
 #include "cpu/features.h"
 #include "cpu/gemm.h"
 #include "cpu/gemm_epilogue.h"
@@ -7,7 +7,6 @@
 #if FP8_NEON
 #include <arm_neon.h>
 
-#include "cpu/gemm_fp32.h"
 #include "cpu/gemm_neon.h"
 
 namespace fp8serve::gemm {
@@ -17,7 +16,8 @@ namespace neon_level {
 
 using Element = float;
 using Operand = Quads;
-constexpr int kSteps = 2, kTileRows = 1;
+constexpr int kSteps = 2;
+constexpr bool kOnlyFp8 = false;
 
 FP8_INLINE Operand load_a(const float* p) { return same_quad(vld1q_f32(p)); }
 FP8_INLINE Operand load_b(const float* p) { return load_sums(p); }
@@ -28,6 +28,10 @@ FP8_INLINE Vector multiply_add(Vector sum, const Operand& a, const Operand& b) {
 
 #include "cpu/gemm_tile.h"
 
+template <class F>
+FP8_INLINE void load_fp8(const uint8_t* const* from, Runs (&runs)[2]) {
+  load_as_bf16<F>(from, runs);
+}
 template <int S>
 FP8_INLINE Operand step(const Runs& x) {
   Operand values;
@@ -48,8 +52,13 @@ FP8_INLINE void store(float* p, const Operand& x) { store_sums(p, x); }
 
 const Level& neon() {
   using namespace neon_level;
-  static constexpr Level level{
-      {"neon", kNeon, Numerics::four_lanes}, sizeof(Element), unpack_row, unpack_columns, tile, stream, 1};
+  static constexpr Level level{{"neon", kNeon, Numerics::four_lanes},
+                               sizeof(Element),
+                               unpack_row,
+                               unpack_columns,
+                               tile,
+                               stream,
+                               kStreamRows};
   return level;
 }
 

@@ -1,9 +1,9 @@
-// What the GEMM levels for NEON share: FP32 sums of four columns in four registers, and FP8 -> BF16.
+// What the GEMM levels for NEON share: FP32 sums of four columns in four registers, and FP8 -> FP16 -> BF16.
+// Both conversions are exact, and instructions of every 64-bit ARM processor.
 #pragma once
 
 #include "cpu/features.h"
 #include "cpu/gemm_epilogue.h"
-#include "cpu/gemm_fp32.h"
 
 #if FP8_NEON
 #include <arm_neon.h>
@@ -15,6 +15,11 @@ struct Quads {
 };
 using Vector = Quads;
 using Sums = Quads;
+
+// The sums of a tile take at most 24 of the 32 registers.
+constexpr int kTileRows = kMaxRows, kStreamRows = 4;
+template <int R>
+constexpr int kVectors = R > 2 ? 1 : 4 / R;
 
 FP8_INLINE Quads same_quad(float32x4_t x) { return {{x, x, x, x}}; }
 FP8_INLINE Vector zero() { return same_quad(vdupq_n_f32(0.0f)); }
@@ -61,45 +66,59 @@ FP8_INLINE void apply_epilogue_to_rows(const Epilogue& e, int row, const Sums (&
 }
 
 struct Runs {
-  uint16x8_t run[4];  // BF16, of columns i, i + 4, i + 8 and i + 12
+  uint16x8_t run[4];  // BF16 or FP16, of columns i, i + 4, i + 8 and i + 12
 };
 
-// Eight FP8 values -> BF16: (magnitude << shift) + bias; subnormal values, infinity and NaN from a table of
-// the low three bits of the magnitude.
-template <class F>
-FP8_INLINE uint16x8_t widen(uint8x8_t values) {
-  using Code = Bf16Code<F>;
-  const uint16x8_t x = vmovl_u8(values), magnitude = vandq_u16(x, vdupq_n_u16(0x7f));
-  const uint16x8_t normal =
-      vaddq_u16(vshlq_n_u16(magnitude, Code::shift), vdupq_n_u16(static_cast<uint16_t>(Code::bias)));
-  const uint16x8_t subnormal = vcltq_u16(magnitude, vdupq_n_u16(Code::first_normal));
-  const uint16x8_t above = vcgtq_u16(magnitude, vdupq_n_u16(Code::last_normal));
-  // the two bytes of entry m are bytes 2 m and 2 m + 1 of the table
-  const uint16x8_t bytes = vmlaq_n_u16(vdupq_n_u16(0x0100), vandq_u16(magnitude, vdupq_n_u16(7)), 0x0202);
-  const uint8x16_t table = vreinterpretq_u8_u16(vld1q_u16(kLow<F>.special));
-  const uint16x8_t entry = vreinterpretq_u16_u8(vqtbl1q_u8(table, vreinterpretq_u8_u16(bytes)));
-  uint16x8_t value;
-  if constexpr (F::mantissa == 3) {
-    value = vbslq_u16(subnormal, entry, normal);
-    value = vbslq_u16(above, vdupq_n_u16(Code::nan), value);
-  } else {
-    value = vbslq_u16(vorrq_u16(subnormal, above), entry, normal);
-  }
-  return vorrq_u16(value, vandq_u16(vshlq_n_u16(x, 8), vdupq_n_u16(0x8000)));
+FP8_INLINE Runs load_a(const uint16_t* p) {
+  const uint16x8_t x = vld1q_u16(p);
+  return {{x, x, x, x}};
 }
-
-template <class F>
-FP8_INLINE void load_fp8(const uint8_t* const* from, Runs (&runs)[2]) {
-  for (int q = 0; q < 4; ++q) {
-    const uint8x16_t values = vld1q_u8(from[q]);
-    runs[0].run[q] = widen<F>(vget_low_u8(values));
-    runs[1].run[q] = widen<F>(vget_high_u8(values));
-  }
+FP8_INLINE Runs load_b(const uint16_t* p) {
+  return {{vld1q_u16(p), vld1q_u16(p + 8), vld1q_u16(p + 16), vld1q_u16(p + 24)}};
+}
+FP8_INLINE void store(uint16_t* p, const Runs& x) {
+  for (int q = 0; q < 4; ++q) vst1q_u16(p + 8 * q, x.run[q]);
 }
 FP8_INLINE void load_values(const uint16_t* const* from, Runs (&runs)[2]) {
   for (int q = 0; q < 4; ++q) {
     runs[0].run[q] = vld1q_u16(from[q]);
     runs[1].run[q] = vld1q_u16(from[q] + kRun);
+  }
+}
+
+// 16 FP8 values -> FP16. E5M2 is the upper half of FP16. E4M3 has an exponent of one bit less, whose bias is
+// less by 8: the bits of FP16 are those of value / 256, subnormal or not, but for NaN.
+template <class F>
+constexpr float kFp16Factor = F::mantissa == 2 ? 1.0f : 256.0f;
+template <class F>
+FP8_INLINE uint16x8x2_t to_fp16(uint8x16_t x) {
+  uint8x16_t low = vdupq_n_u8(0), high = x;
+  if constexpr (F::mantissa == 3) {
+    const uint8x16_t twice = vaddq_u8(x, x), nan = vceqq_u8(twice, vdupq_n_u8(0xfe));
+    high = vbslq_u8(vdupq_n_u8(0x80), x, vorrq_u8(vshrq_n_u8(twice, 2), nan));
+    low = vshlq_n_u8(x, 7);
+  }
+  return {{vreinterpretq_u16_u8(vzip1q_u8(low, high)), vreinterpretq_u16_u8(vzip2q_u8(low, high))}};
+}
+
+// Eight FP16 values times the factor -> BF16: the upper halves of FP32, if BF16 holds the products.
+template <class F>
+FP8_INLINE uint16x8_t to_bf16(uint16x8_t x) {
+  float32x4_t low = vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u16(x))),
+              high = vcvt_high_f32_f16(vreinterpretq_f16_u16(x));
+  if constexpr (kFp16Factor<F> != 1.0f) {
+    low = vmulq_n_f32(low, kFp16Factor<F>);
+    high = vmulq_n_f32(high, kFp16Factor<F>);
+  }
+  return vuzp2q_u16(vreinterpretq_u16_f32(low), vreinterpretq_u16_f32(high));
+}
+
+template <class F>
+FP8_INLINE void load_as_bf16(const uint8_t* const* from, Runs (&runs)[2]) {
+  for (int q = 0; q < 4; ++q) {
+    const uint16x8x2_t values = to_fp16<F>(vld1q_u8(from[q]));
+    runs[0].run[q] = to_bf16<F>(values.val[0]);
+    runs[1].run[q] = to_bf16<F>(values.val[1]);
   }
 }
 

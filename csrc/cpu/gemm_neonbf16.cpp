@@ -1,4 +1,4 @@
-// The GEMM level for ARM processors that multiply BF16: BF16 panels, one row of 16 columns at a time.
+// The GEMM level for ARM processors that multiply BF16: BF16 panels.
 //
 // BFMLALT and BFMLALB add the product of the odd, and of the even, values of two runs to four FP32 lanes with
 // one rounding, to nearest: the order of gemm.h, and its bits. BFDOT and BFMMLA, which do more at a time,
@@ -10,7 +10,6 @@
 #if FP8_NEON
 #include <arm_neon.h>
 
-#include "cpu/gemm_fp32.h"
 #include "cpu/gemm_neon.h"
 
 namespace fp8serve::gemm {
@@ -20,15 +19,9 @@ namespace neonbf16_level {
 
 using Element = uint16_t;
 using Operand = Runs;
-constexpr int kSteps = 1, kTileRows = 1;
+constexpr int kSteps = 1;
+constexpr bool kOnlyFp8 = false;
 
-FP8_TARGET FP8_INLINE Operand load_a(const uint16_t* p) {
-  const uint16x8_t x = vld1q_u16(p);
-  return {{x, x, x, x}};
-}
-FP8_TARGET FP8_INLINE Operand load_b(const uint16_t* p) {
-  return {{vld1q_u16(p), vld1q_u16(p + 8), vld1q_u16(p + 16), vld1q_u16(p + 24)}};
-}
 FP8_TARGET FP8_INLINE Vector multiply_add(Vector sum, const Operand& a, const Operand& b) {
   for (int q = 0; q < 4; ++q) {
     const bfloat16x8_t x = vreinterpretq_bf16_u16(a.run[q]), y = vreinterpretq_bf16_u16(b.run[q]);
@@ -39,12 +32,13 @@ FP8_TARGET FP8_INLINE Vector multiply_add(Vector sum, const Operand& a, const Op
 
 #include "cpu/gemm_tile.h"
 
-template <int S>
-FP8_TARGET FP8_INLINE Operand step(const Runs& x) {
-  return x;
+template <class F>
+FP8_INLINE void load_fp8(const uint8_t* const* from, Runs (&runs)[2]) {
+  load_as_bf16<F>(from, runs);
 }
-FP8_TARGET FP8_INLINE void store(uint16_t* p, const Operand& x) {
-  for (int q = 0; q < 4; ++q) vst1q_u16(p + 8 * q, x.run[q]);
+template <int S>
+FP8_INLINE Runs step(const Runs& x) {
+  return x;
 }
 
 #include "cpu/gemm_unpack.h"
@@ -61,7 +55,7 @@ const Level& neonbf16() {
                                unpack_columns,
                                tile,
                                stream,
-                               1};
+                               kStreamRows};
   return level;
 }
 

@@ -18,6 +18,8 @@ struct Vector {
   float value[16];
 };
 constexpr int kSteps = 2, kTileRows = 1;
+template <int R>
+constexpr int kVectors = 4;
 
 FP8_INLINE Vector zero() { return {}; }
 FP8_INLINE Operand load_a(const float* p) { return {p}; }

@@ -334,9 +334,9 @@ void run_rows(const Group& group, const Level& level, int64_t m0, int64_t m1) {
 
 // Returns the level for a group's problems, which have the same shape but for their rows.
 const Level& level_for(const Group& group) {
-  const Level& best = best_level();
-#if FP8_X86
   const Problem& p = group.shape();
+  const Level& best = best_level(p.a.panel_kind(), p.b.panel_kind());
+#if FP8_X86
   const bool has_bf16 = p.a.panel_kind() == Kind::bf16 || p.b.panel_kind() == Kind::bf16;
   const bool can_flush = !(p.blocked() && has_bf16);  // promoted sums are not flushed
   const int64_t min_rows = p.b.kind == Kind::bf16 ? kFmaRowsOfBf16 : kFmaRows;
@@ -348,8 +348,10 @@ const Level& level_for(const Group& group) {
 
 }  // namespace
 
-const Level& best_level() {
-  const auto runs = [](const auto& level) { return has(level().variant.needs); };
+const Level& best_level(Kind a, Kind b) {
+  const auto runs = [&](const auto& level) {
+    return has(level().variant.needs) && (!level().only_fp8 || (is_fp8(a) && is_fp8(b)));
+  };
   return (*std::find_if(kLevels.begin(), kLevels.end(), runs))();
 }
 

@@ -52,6 +52,22 @@ FP8_TARGET FP8_INLINE void sum_over_k(Vector (&total)[R * C], const Tile& t, int
   if (scaled && t.k % kScaleBlock != 0) promote_all<R, C>(total, sums, t, row, first, t.k / kScaleBlock);
 }
 
+// The same for all 16 columns, C vectors of columns at a time. An Add has the first of these vectors as
+// `first`.
+template <int R, int C, bool scaled, class Add>
+FP8_TARGET FP8_INLINE void sum_columns(Vector (&all)[R * 4], const Tile& t, int row, Add add) {
+  if constexpr (C == 4) {
+    sum_over_k<R, C, scaled>(all, t, row, 0, add);
+  } else {
+    for (; add.first < 4; add.first += C) {
+      Vector sums[R * C];
+      sum_over_k<R, C, scaled>(sums, t, row, add.first, add);
+#pragma GCC unroll 32
+      for (int i = 0; i < R * C; ++i) all[i / C * 4 + add.first + i % C] = sums[i];
+    }
+  }
+}
+
 // Adds the sums of earlier blocks of K to those of R rows from `row` on. Stores them in the tile's buffer or,
 // at the last block, applies the epilogue.
 template <int R>

@@ -3,28 +3,29 @@
 //   FP8_TARGET              the level's target attribute
 //   Element                 of a panel
 //   Vector                  4 columns x 4 lanes of FP32 sums
-//   kSteps                  vectors of `b` that make a run of four columns: 1 for BF16, 2 for FP32
-//   kTileRows               rows whose sums fit the registers
+//   kSteps                  vectors of `b` that make a run of four columns: 1 for 16 bits, 2 for FP32
+//   kTileRows               rows whose sums fit the registers ...
+//   kVectors<R>             ... with this many vectors of columns
 //   load_a(p) broadcasts a row's step, load_b(p), multiply_add(sums, a, b), reduce(vectors[4]) to Sums,
 // and the definitions that gemm_sum.h needs.
 #include "cpu/gemm_sum.h"
 
 constexpr int kStepA = 8 / kSteps, kStepB = 32 / kSteps;  // elements of a step: of a row, of four columns
 
-// Adds one run to R rows of 16 columns.
-template <int R>
-FP8_TARGET FP8_INLINE void multiply_run(Vector (&sums)[R * 4], const Element* a, int64_t a_stride,
+// Adds one run to R rows of C vectors of columns, the first of which is at `b`.
+template <int R, int C>
+FP8_TARGET FP8_INLINE void multiply_run(Vector (&sums)[R * C], const Element* a, int64_t a_stride,
                                         const Element* b) {
 #pragma GCC unroll 2
   for (int s = 0; s < kSteps; ++s) {
-    Operand y[4];
+    Operand y[C];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) y[i] = load_b(b + (s * 4 + i) * kStepB);
+    for (int i = 0; i < C; ++i) y[i] = load_b(b + (s * 4 + i) * kStepB);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const Operand x = load_a(a + r * a_stride + s * kStepA);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) sums[r * 4 + i] = multiply_add(sums[r * 4 + i], x, y[i]);
+      for (int i = 0; i < C; ++i) sums[r * C + i] = multiply_add(sums[r * C + i], x, y[i]);
     }
   }
 }
@@ -40,16 +41,17 @@ FP8_TARGET FP8_INLINE void finish_rows(const Vector (&sums)[R * 4], const Tile& 
 }
 
 // Adds a run, and prefetches a piece of the next R rows, which may not be in a cache.
-template <int R>
+template <int R, int C>
 struct PanelAdd {
-  static constexpr int64_t kStep = kRun, kBytes = R * kRun * static_cast<int64_t>(sizeof(Element));
+  static constexpr int64_t kStep = kRun, kBytes = R * kRun * static_cast<int64_t>(sizeof(Element)) * C / 4;
   const Element *a, *b;
   int64_t a_stride;
-  FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * 4], int64_t k, int64_t) const {
-    const char* next_rows = reinterpret_cast<const char*>(a + R * a_stride + k * R);
+  int first = 0;
+  FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * C], int64_t k, int64_t) const {
+    const char* next_rows = reinterpret_cast<const char*>(a + R * a_stride + k * R) + first / C * kBytes;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(next_rows + i, 0, 2);
-    multiply_run<R>(sums, a + k, a_stride, b + k * kGroup);
+    multiply_run<R, C>(sums, a + k, a_stride, b + k * kGroup + first * kStepB);
   }
 };
 
@@ -57,7 +59,8 @@ template <int R, bool scaled>
 FP8_TARGET void panel_rows(const Tile& t, int row) {
   const Element* a = static_cast<const Element*>(t.a) + row * t.a_stride;
   Vector sums[R * 4];
-  sum_over_k<R, 4, scaled>(sums, t, row, 0, PanelAdd<R>{a, static_cast<const Element*>(t.b), t.a_stride});
+  sum_columns<R, kVectors<R>, scaled>(
+      sums, t, row, PanelAdd<R, kVectors<R>>{a, static_cast<const Element*>(t.b), t.a_stride});
   finish_rows<R>(sums, t, row);
 }
 

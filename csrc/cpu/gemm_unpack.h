@@ -1,9 +1,11 @@
 // FP8 or BF16 -> panels, with vectors; and the tile that needs no panel. No include guard: included once per
 // level, after gemm_tile.h, which also defines:
-//   Runs                    a run (8 k) of columns i, i + 4, i + 8 and i + 12 as BF16
+//   kOnlyFp8                whether no values in BF16 occur
+//   kStreamRows             rows that stream() takes, at most
+//   Runs                    a run (8 k) of columns i, i + 4, i + 8 and i + 12 as BF16 or FP16
 //   load_fp8<F>(columns, runs[2])     16 FP8 values of each of four columns -> two runs
 //   load_values(columns, runs[2])     ... of 16 BF16
-//   step<S>(run)            its step S as an Operand: of FP32 the odd k, then the even ones, of BF16 the run
+//   step<S>(run)            its step S as an Operand: of FP32 the odd k, then the even ones, else the run
 //   store(p, operand)       stores the elements of an operand
 //
 // Every FP8 value is exact in BF16: 16-bit arithmetic decodes twice as many at a time as 32-bit would. A BF16
@@ -91,7 +93,9 @@ FP8_TARGET void unpack_row_of(const typename Source::Value* values, int64_t k, E
 // Calls f(source) with the source that reads values of `kind`.
 template <class F>
 FP8_INLINE void with_source(Kind kind, const F& f) {
-  if (kind == Kind::bf16) return f(Bf16Source{});
+  if constexpr (!kOnlyFp8) {
+    if (kind == Kind::bf16) return f(Bf16Source{});
+  }
   kind == Kind::e5m2 ? f(Fp8Source<E5M2>{}) : f(Fp8Source<E4M3>{});
 }
 
@@ -110,25 +114,26 @@ void unpack_columns(const void* const* from, int64_t k, Kind kind, void* panel) 
 
 // --- weights read once: converted in registers, never stored
 
-template <class Source, int R>
+template <class Source, int R, int C>
 struct ColumnsAdd {
   static constexpr int64_t kStep = kStepValues;
   const Element* a;
   int64_t a_stride;
   const typename Source::Value* const* b;
-  FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * 4], int64_t k, int64_t left) const {
+  int first = 0;
+  FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * C], int64_t k, int64_t left) const {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < C; ++i) {
       Runs runs[2];
-      load_runs<Source>(b + i, k, left, runs);
+      load_runs<Source>(b + first + i, k, left, runs);
 #pragma GCC unroll 2
       for (int s = 0; s < 2; ++s) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           const Element* x = a + r * a_stride + k + s * kRun;
-          sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x), step<0>(runs[s]));
+          sums[r * C + i] = multiply_add(sums[r * C + i], load_a(x), step<0>(runs[s]));
           if constexpr (kSteps == 2)
-            sums[r * 4 + i] = multiply_add(sums[r * 4 + i], load_a(x + kStepA), step<1>(runs[s]));
+            sums[r * C + i] = multiply_add(sums[r * C + i], load_a(x + kStepA), step<1>(runs[s]));
         }
       }
     }
@@ -137,21 +142,21 @@ struct ColumnsAdd {
 
 template <class Source, int R, bool scaled>
 FP8_TARGET void stream_rows(const Tile& t, const typename Source::Value* const* b) {
-  const ColumnsAdd<Source, R> add{static_cast<const Element*>(t.a), t.a_stride, b};
+  const ColumnsAdd<Source, R, kVectors<R>> add{static_cast<const Element*>(t.a), t.a_stride, b};
   Vector sums[R * 4];
-  sum_over_k<R, 4, scaled>(sums, t, 0, 0, add);
+  sum_columns<R, kVectors<R>, scaled>(sums, t, 0, add);
   finish_rows<R>(sums, t, 0);
 }
 
 template <class Source, int R>
 void stream_from(const Tile& t, const void* const* b) {
+  if constexpr (R > 1) {
+    if (t.rows < R) return stream_from<Source, R - 1>(t, b);
+  }
   const auto* columns = as<typename Source::Value>(b);
   t.scale == nullptr ? stream_rows<Source, R, false>(t, columns) : stream_rows<Source, R, true>(t, columns);
 }
 
 void stream(const Tile& t, const void* const* b, const void* const*, Kind kind) {
-  with_source(kind, [&](auto source) {
-    using Source = decltype(source);
-    t.rows == 2 ? stream_from<Source, 2>(t, b) : stream_from<Source, 1>(t, b);
-  });
+  with_source(kind, [&](auto source) { stream_from<decltype(source), kStreamRows>(t, b); });
 }

@@ -9,6 +9,9 @@
 
 namespace fp8serve::gemm {
 
+template <int R>
+constexpr int kVectors = 4;
+
 FP8_TARGET_AVX512 FP8_INLINE __m512 zero() { return _mm512_setzero_ps(); }
 
 FP8_TARGET_AVX512 FP8_INLINE __m512 same_scale(float scale) { return _mm512_set1_ps(scale); }

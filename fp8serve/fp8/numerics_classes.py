@@ -11,7 +11,7 @@ tests/csrc/test_numerics.py compares the bits of all levels of the machine by it
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-LEVELS = ("portable", "avx2", "avx512", "avx512bf16", "neon", "neonbf16")
+LEVELS = ("portable", "avx2", "avx512", "avx512bf16", "neon", "neonfhm", "neonbf16")
 CHIPS = ("sm_89", "sm_90a", "sm_100f", "sm_120f")
 AMX = "amx"
 """The level that no process runs unless `cpu_isa` names it, because no machine with AMX has measured it."""

@@ -1,6 +1,6 @@
 // Runs every op on the arguments that tests/arm/record.py has recorded, and compares the bits of its results
-// with those of the machine that recorded them: replay LIBRARY RECORD LEVEL... It uses torch's C interface
-// only.
+// with those of the machine that recorded them: replay LIBRARY RECORD LEVEL... The last level must be the one
+// that the library finds in this processor. It uses torch's C interface only.
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
@@ -213,6 +213,8 @@ int main(int count, char** arguments) {
   Reader record{bytes.data()};
   for (auto left = record.number<uint32_t>(); left > 0; --left)
     check(aoti_torch_library_def(nullptr, record.text().c_str()));
+  const std::string best = call_text("fp8serve::cpu_isa", "best"), last = arguments[count - 1];
+  if (best != last) fail("the best level of this processor is " + best + ", must be " + last);
   int failed = 0;
   for (int i = 3; i < count; ++i) failed += replay(record, arguments[i]);
   return failed == 0 ? 0 : 1;

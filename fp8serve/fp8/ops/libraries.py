@@ -16,7 +16,7 @@ from fp8serve.fp8.ops.registry import OPS, declare, replaced_ops
 from fp8serve.fp8.torch_private import has_kernel
 
 ON_ARM = platform.machine() in {"aarch64", "arm64"}
-LEVELS = ("portable", "neon", "neonbf16") if ON_ARM else ("portable", "avx2", "avx512", "avx512bf16")
+LEVELS = ("portable", "neon", "neonfhm", "neonbf16") if ON_ARM else ("portable", "avx2", "avx512", "avx512bf16")
 """Names of sets of processor features, each a subset of the next."""
 
 # Returns the level of the CPU library after limiting it to `cap`: one of LEVELS, alone or with single features as in
@@ -60,7 +60,7 @@ def reads_packed() -> bool:
 def cpu_kernels() -> dict[str, dict[str, str]]:
     """Returns the `variant` and the `numerics` class (docs/numerics.md) of each op with a kernel for this processor.
 
-    If the variant depends on the types, it is the one for BF16 and FP8.
+    If the variant depends on the types, it is the one for FP8 in products that take it, and else for BF16.
     """
     listing = torch.ops.fp8serve.cpu_kernels() if _has_default("cpu_kernels") else "{}"
     return cast(dict[str, dict[str, str]], json.loads(listing))

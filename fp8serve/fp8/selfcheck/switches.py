@@ -18,7 +18,7 @@ from fp8serve.fp8.ops.libraries import ON_ARM, cpu_kernels
 from fp8serve.fp8.ops.registry import OPS, use_default_kernel
 
 X86_FEATURES = ("avx512+avx512vbmi", "avx512", "avx2")
-CPU_FEATURE_CAPS = ("best", *(("neon",) if ON_ARM else X86_FEATURES), "portable")  # best first
+CPU_FEATURE_CAPS = ("best", *(("neonfhm", "neon") if ON_ARM else X86_FEATURES), "portable")  # best first
 TILES = ("large", "medium", "small", "thin128", "thin64", "thin32")
 GEMMS = ("skinny", "tall", "mma", *TILES, "cublaslt", "cublaslt_rows")
 ATTENTION = ("attention_mma", "attention_wgmma")  # kernels for tensor cores; each replaces the next if that is bad
