@@ -79,7 +79,7 @@ template <int R>
 FP8_TARGET __attribute__((noinline)) void sum_rows(const Tile& t, Vector* out) {
   const auto *a = static_cast<const Element*>(t.a), *b = static_cast<const Element*>(t.b);
   Vector sums[R * 4];  // in registers, unlike `out`
-  sum_over_k<R, 4, false>(sums, t, 0, 0, PanelAdd<R>{a, b, t.a_stride});
+  sum_over_k<R, 4, false>(sums, t, 0, 0, PanelAdd<R, 4>{a, b, t.a_stride});
 #pragma GCC unroll 32
   for (int i = 0; i < R * 4; ++i) out[i] = sums[i];
 }
