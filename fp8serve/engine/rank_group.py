@@ -17,6 +17,7 @@ watch rank 0, and end when it has ended.
 
 import json
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -128,6 +129,9 @@ class RankGroup:
         end_children(self._children)
         if self._on_loss is not None:
             self._on_loss(error)
+        elif not self._children:  # torchrun has started the ranks, and a collective may wait for one that hangs
+            print(f"fp8serve: {error}", file=sys.stderr)
+            end_process(1)
 
     def _wait_for_loss(self) -> str | None:
         """Adds to this rank's counter every second, and returns a message when a rank that this one depends on is lost,

@@ -100,9 +100,13 @@ def _join_started(model_dir: Path, options: EngineOptions, on_loss: OnLoss | Non
         raise GroupError(
             f"tensor_parallel is {options.tensor_parallel}, and torchrun has started {size} processes; make them equal."
         )
-    ranks = join_torchrun(options.device)
     store = _connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     attempt = PrefixStore(f"engine {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if os.environ["RANK"] == "0" and attempt.add("engines", 1) > 1:
+        raise GroupError(
+            "The ranks of torchrun have run their engine already; torchrun --max-restarts starts them again."
+        )
+    ranks = join_torchrun(options.device)
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     return _create_group(model_dir, options, ranks, local_rank, local_size, RankGroup(ranks, attempt, (), on_loss))
 
