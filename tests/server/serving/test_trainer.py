@@ -71,7 +71,7 @@ async def test_an_update_by_the_routes_of_vllm(start: Start) -> None:
         answer = await post(server, "/finish_weight_update", {"weight_version": "step-3"})
         assert answer == {"message": "The weights base-step-3 are served."}
         assert (engine.swaps, await version(server)) == ([None], "base-step-3")
-        assert (await post(server, "/finish_weight_update"))["message"] == ""
+        assert (await post(server, "/finish_weight_update"))["message"] == "No update was started."
         await post(server, "/reset_prefix_cache")
         assert engine.calls[-1] == ("reset_prefix_cache",)
 

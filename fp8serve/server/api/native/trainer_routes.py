@@ -149,7 +149,9 @@ async def finish_weight_update(state: StateDep, body: bodies.FinishUpdateBody | 
     label, model = None if body is None else body.weight_version, state.models.default
     change = trainer.finish_update(model, state.settings.drain_seconds, label)
     served = await state.model_loader.run_to_completion(change, f"serve weights of the model {model.name}")
-    return Message(message="" if served is None else f"The weights {served.weight_version} are served.")
+    if served is None:
+        return Message(message="No update was started.")
+    return Message(message=f"The weights {served.weight_version} are served.")
 
 
 @router.post("/pause", summary="Pause generation (vLLM)")
