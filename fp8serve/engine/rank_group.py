@@ -152,7 +152,7 @@ class RankGroup:
             except RuntimeError:
                 return "The store of the engine's ranks is lost, and with it the process that has it."
             for rank in peers:
-                is_silent = 0 < new_counts[rank] == counts[rank]
+                is_silent = new_counts[rank] == counts[rank]
                 counts[rank] = new_counts[rank]
                 # if this process was suspended, the other rank is not blamed for it
                 silence[rank] = silence[rank] + min(elapsed, 2 * BEAT_SECONDS) if is_silent else 0.0

@@ -66,7 +66,7 @@ def children(pid: int = os.getpid()) -> list[int]:
     return [pid for pid in pids if b"fp8serve.engine.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.mark.smoke
+@pytest.mark.distributed
 def test_two_processes_compute_the_bits_of_one(models: Path) -> None:
     assert answers(models / "llama", 2, recipe="bf16") == answers(models / "llama", 1, recipe="bf16")
 
