@@ -284,4 +284,6 @@ def _without_nulls(value: Any) -> Any:
     """Removes null values from objects, because Arrow adds the keys of all other objects of the column as null."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if getattr(value, "nanosecond", 0) or getattr(value, "nanoseconds", 0):  # Arrow refuses them only without pandas
+        raise ValueError("a time has a fraction of a microsecond")
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value

@@ -304,6 +304,13 @@ def test_the_job_table_in_postgresql(postgres: Any) -> None:
             Fronts(store).renew([])
             return store
 
+        @rule()
+        def restart(self) -> None:
+            Fronts(self.store).leave()
+            super().restart()
+            for job in self.store.unfinished_jobs():
+                assert job.status != "running" or self.store.claim(job.id)
+
     few = settings(max_examples=8, stateful_step_count=30, suppress_health_check=list(HealthCheck), deadline=None)
     run_state_machine_as_test(PostgresJobTable, settings=few)
 
