@@ -55,6 +55,7 @@ const Level& fma() {
     Level result = avx512();
     result.variant = avx512bf16().variant;
     result.tile = flushing_tile;
+    result.stream_rows = 0;  // stream() does not flush
     result.unpack_packed = unpack_packed;
     result.compute_mx_shifts = packed_avx512bf16::compute_mx_shifts;
     result.unpack_4bit = unpack_4bit;

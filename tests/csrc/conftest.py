@@ -26,7 +26,7 @@ def is_present(level: str) -> bool:
 
 ABSENT = [level for level in LEVELS if not is_present(level)]
 SLOW_DOT = ["avx512bf16+slow_dot"] if is_present("avx512bf16") else []
-"""The cap under which FP8 products use FMAs instead of the BF16 dot product, as on processors that are faster so."""
+"""The cap under which products of many rows use FMAs instead of the BF16 dot product."""
 
 
 @pytest.fixture(

@@ -169,6 +169,21 @@ def test_fmas_give_the_bits_of_the_dot_product(library, rows):
         assert (unflushed != dot).any()
 
 
+@pytest.mark.skipif(not SLOW_DOT, reason="this machine has no avx512bf16")
+def test_few_rows_among_many_have_the_bits_of_the_dot_product(library):
+    """Experts of one and two rows in a product that takes FMAs because it has many rows in all; subnormal inputs."""
+    make = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([1, 3, 103], dtype=torch.int32)  # the ends of experts with 1, 2 and 100 rows
+    a = (torch.randn(103, 256, generator=make) * 2.0**-128).bfloat16()
+    b = torch.randn(3, 48, 256, generator=make).to(E4M3)
+    results = []
+    for cap in ("avx512bf16", *SLOW_DOT):
+        OPS.cpu_isa(cap)
+        results.append(OPS.grouped_mm(a, b, torch.tensor(1.0), torch.ones(3), offsets, None, torch.float32))
+    OPS.cpu_isa("best")
+    assert_bits_equal(results[1], results[0])
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("a_by", ["row", "block1x128"])
 @pytest.mark.parametrize("b_by", ["tensor", "block1x128", "block128x128"])
