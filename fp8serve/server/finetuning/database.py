@@ -47,8 +47,8 @@ class Database:
     def write(self) -> Iterator[Connection]:
         """Runs a block as a write transaction, which commits at its end and rolls back if the block raises."""
         with self._lock, self._db.faults():
-            self._db.begin()
             try:
+                self._db.begin()
                 yield self._db
                 self._db.execute("COMMIT")
             finally:

@@ -366,6 +366,17 @@ async def test_a_database_that_is_restarted_is_used_again(
         await wait_for(server, job["id"], "succeeded")
 
 
+def test_a_server_whose_wait_for_another_was_cancelled_writes_again(database: str) -> None:
+    with stores(database, 2) as (first, second):
+        with second.write() as db:
+            db.execute("SET lock_timeout = '1ms'")
+        with first.write(), pytest.raises(Fault) as caught, second.write():
+            pass
+        assert caught.value.code is Code.STORAGE_UNAVAILABLE
+        second.create(NEW, "ftjob-1", 100)
+        assert first.get("ftjob-1").status == "queued"
+
+
 def test_a_database_of_a_newer_version_is_refused_and_not_changed(database: str) -> None:
     with closing(JobStore(database)) as store, store.write() as db:
         db.execute("UPDATE schema_version SET version = 9")
