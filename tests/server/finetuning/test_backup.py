@@ -27,6 +27,9 @@ def store(tmp_path: Path) -> Any:
         opened.add_file("file-1", "rows.jsonl", 5, "0" * 64, "fine-tune")
         opened.create(NewJob(base="base", source="base", config={"é": 1}), "ftjob-new", 10, "a key", "request")
         opened.set_activated("small=/models/b", "base")
+        with opened.write() as db:
+            db.execute("UPDATE activated SET base = '/models/MODEL_DIRECTORY' WHERE base = 'MODEL_DIRECTORY'")
+            db.execute("UPDATE activated_adapters SET model = '/models/MODEL_DIRECTORY'")
         assert opened.claim("ftjob-new") is not None
         yield opened
 
@@ -71,6 +74,28 @@ def test_a_server_moves_to_postgresql_and_back(store: JobStore, database: str, t
     with closing(JobStore(tmp_path / "back.sqlite3")) as back:
         restore(back, tmp_path / "back.jsonl")
         assert rows(back)["jobs"] == before["jobs"]
+
+
+def test_activations_move_to_postgresql_by_the_name_of_their_model(
+    store: JobStore, database: str, tmp_path: Path
+) -> None:
+    store.set_activated("meta-llama/Llama-3=/models/llama", "ftjob-1")
+    store.add_activated_adapter("/runs/lr=1e-4/model", "ftjob-2")
+    back_up(store, tmp_path / "backup.jsonl")
+    with closing(JobStore(database)) as moved:
+        restore(moved, tmp_path / "backup.jsonl")
+        assert moved.activated("meta-llama/Llama-3") == "ftjob-1"
+        assert moved.activated_adapters("model") == ["ftjob-2"]
+        before = rows(moved)
+        back_up(moved, tmp_path / "moved.jsonl")
+    with closing(JobStore(tmp_path / "back.sqlite3")) as back:
+        restore(back, tmp_path / "moved.jsonl")
+        assert rows(back) == before | {"activated": [], "activated_adapters": []}
+    with closing(JobStore(database)) as again:
+        with again.write() as db:
+            db.execute(f"TRUNCATE {', '.join(TABLES)} CASCADE")
+        restore(again, tmp_path / "moved.jsonl")
+        assert rows(again) == before
 
 
 def test_a_backup_is_restored_into_an_empty_database_only(store: JobStore, tmp_path: Path) -> None:
