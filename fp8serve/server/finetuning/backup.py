@@ -1,8 +1,8 @@
 """Copies of the job database as a file of JSON lines, for backups and for the move from SQLite to PostgreSQL.
 
 The first line is {"fp8serve_job_database": VERSION}, and each further line {"table": NAME, "row": {...}}. A backup is
-one transaction, so it is consistent while servers run. The files of jobs are not part of it: copy the data directory,
-or the bucket, after the database, so that every file of a row exists.
+one read transaction, so it is consistent, and servers may write meanwhile. The files of jobs are not part of it: copy
+the data directory, or the bucket, after the database, so that every file of a row exists.
 """
 
 import json
@@ -26,7 +26,7 @@ model."""
 def back_up(database: Database, path: Path) -> int:
     """Writes all rows to the file `path`, which only this user can read. Returns the number of jobs."""
     try:
-        with database.write() as db, atomic_file(path) as temporary:
+        with database.read() as db, atomic_file(path) as temporary:
             temporary.touch(mode=0o600)
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(json.dumps({VERSION: SCHEMA_VERSION}) + "\n")

@@ -83,6 +83,9 @@ class PostgresConnection:
         self.execute("BEGIN")
         self.execute(f"SELECT pg_advisory_xact_lock({WRITE_LOCK})")
 
+    def begin_read(self) -> None:
+        self.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+
     @property
     def in_transaction(self) -> bool:
         if self._db is None or self._db.closed:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from fp8serve.cli import main
 from fp8serve.errors import RequestError
 from fp8serve.server.data_directory import DataDirectory
+from fp8serve.server.faults import disk_fault
+from fp8serve.server.finetuning import backup
 from fp8serve.server.finetuning.backup import TABLES, back_up, restore
 from fp8serve.server.finetuning.database import Database, NewJob
 from fp8serve.server.finetuning.job_store import JobStore
@@ -74,6 +77,50 @@ def test_a_server_moves_to_postgresql_and_back(store: JobStore, database: str, t
     with closing(JobStore(tmp_path / "back.sqlite3")) as back:
         restore(back, tmp_path / "back.jsonl")
         assert rows(back)["jobs"] == before["jobs"]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_server_writes_during_a_backup(database: str, is_shared: bool, tmp_path: Path) -> None:
+    location = database if is_shared else tmp_path / "jobs.sqlite3"
+    with closing(JobStore(location)) as server, closing(Database(location)) as command:
+        server.create(NewJob(base="base", source="base", config={}), "ftjob-1", 10)
+        with server.write() as db:
+            db.execute("DELETE FROM events")
+            db.execute("DELETE FROM jobs")
+            assert back_up(command, tmp_path / "backup.jsonl") == 1
+        with command.read() as db:
+            assert db.execute("SELECT id FROM jobs").fetchall() == []
+            server.create(NewJob(base="base", source="base", config={}), "ftjob-2", 10)
+        assert back_up(command, tmp_path / "backup.jsonl") == 1
+        assert '"ftjob-2"' in (tmp_path / "backup.jsonl").read_text()
+
+
+def test_a_backup_does_not_migrate_the_database_of_a_running_server(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, path = DataDirectory(settings), settings.data_dir / "jobs.sqlite3"
+    write_table(path)
+    with closing(sqlite3.connect(path)) as db:
+        before = db.execute("PRAGMA user_version").fetchone()[0]
+    arguments = ["state", "backup", str(settings.data_dir / "b.jsonl"), "--data-dir", str(settings.data_dir)]
+    assert main(arguments) == 1
+    assert "A server uses the data directory" in capsys.readouterr().err
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA user_version").fetchone()[0] == before
+    directory.close()
+    assert main(arguments) == 0
+
+
+def test_a_database_that_fails_is_reported_in_one_sentence(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(database: Database, path: Path) -> int:
+        raise disk_fault("disk I/O error")
+
+    monkeypatch.setattr(backup, "back_up", fail)
+    assert main(["state", "backup", str(tmp_path / "b.jsonl"), "--data-dir", str(tmp_path / "old")]) == 1
+    assert "internal error" not in (message := capsys.readouterr().err)
+    assert "disk I/O error" in message
 
 
 def test_activations_move_to_postgresql_by_the_name_of_their_model(
