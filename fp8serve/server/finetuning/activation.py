@@ -164,19 +164,21 @@ class Activator:
         change = activate(model, source, keep_activation)
         await self.model_loader.run_to_completion(change, f"serve {shown(key)}, which other servers have activated")
 
-    async def follow_adapters(self, model: ServedModel, previous: set[str]) -> set[str]:
-        """Loads the active adapters that this server lacks, and unloads those that were active at the last call, which
-        returned `previous`. Returns the keys of the active adapters."""
+    async def unload_adapters(self, model: ServedModel, previous: set[str]) -> set[str]:
+        """Unloads those of the adapters `previous` that are not active any more. Returns the keys of the active ones."""
         model_key = self._model_key(model.name, model.base_source)
         active = set(await asyncio.to_thread(self.jobs.activated_adapters, model_key))
-        loaded = {a.source.key: name for name, a in model.adapters.items() if a.source.name == a.source.root}
-        for key in active - loaded.keys():
-            trained = await asyncio.to_thread(self.sources.find_adapter, key)
-            if trained is not None:
-                await self.load_adapter(model, await asyncio.to_thread(self.sources.adapter_source, *trained))
+        loaded = _activated_adapters(model)
         for key in (previous - active) & loaded.keys():
             await self.adapter_loader.unload(loaded[key])
         return active
+
+    async def load_adapters(self, model: ServedModel, active: set[str]) -> None:
+        """Loads those of the adapters `active` that this server lacks."""
+        for key in active - _activated_adapters(model).keys():
+            trained = await asyncio.to_thread(self.sources.find_adapter, key)
+            if trained is not None:
+                await self.load_adapter(model, await asyncio.to_thread(self.sources.adapter_source, *trained))
 
     # -- adapters ------------------------------------------------------------------------------------------------------
 
@@ -263,6 +265,11 @@ async def _persist(call: Callable[[], T]) -> T:
             return await asyncio.to_thread(call)
         except Fault:  # it is logged
             await asyncio.sleep(POLL_SECONDS)
+
+
+def _activated_adapters(model: ServedModel) -> dict[str, str]:
+    """Returns key and name of the loaded adapters that may have been activated: those with their original name."""
+    return {a.source.key: name for name, a in model.adapters.items() if a.source.name == a.source.root}
 
 
 def _stored_key(model: ServedModel, key: str) -> str:

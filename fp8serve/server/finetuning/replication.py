@@ -66,15 +66,16 @@ class Replication:
         """Makes each model serve the active weights. After a failure, this server is not ready, and tries again after
         RETRY_SECONDS."""
         try:
-            for model in models.values():
+            for name, model in models.items():  # weights cannot be replaced while their adapters are loaded
+                previous = self._adapters.get(name, set())
+                self._adapters[name] = await self._activator.unload_adapters(model, previous)
                 key = await asyncio.to_thread(self._activator.missed_activation, model)
                 if key is not None and not model.is_swapping():
                     self.is_behind = True
                     await self._activator.catch_up(model, key)
             self.is_behind = False
             for name, model in models.items():
-                previous = self._adapters.get(name, set())
-                self._adapters[name] = await self._activator.follow_adapters(model, previous)
+                await self._activator.load_adapters(model, self._adapters[name])
         except Fault:  # it is logged
             self._retry_at = time.monotonic() + RETRY_SECONDS
 

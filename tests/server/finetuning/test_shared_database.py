@@ -17,7 +17,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning import fronts, job_runner
 from fp8serve.server.finetuning.database import NewJob, new_job_id
 from fp8serve.server.finetuning.fronts import Fronts
-from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.finetuning.job_store import JobStore, activate
 from fp8serve.server.settings import Settings
 from tests.patience import eventually, until
 from tests.server.conftest import Server, Start
@@ -321,6 +321,23 @@ async def test_an_adapter_is_loaded_and_unloaded_on_all_servers(start: Start, da
         assert answer.status_code == 200, answer.text
         await eventually(has_unloaded, "the adapter's end")
         assert all(not server.state.models.default.adapters for server in servers)
+
+
+async def test_a_server_that_missed_the_unloading_of_an_adapter_serves_the_active_weights(
+    start: Start, database: str, tmp_path: Path
+) -> None:
+    async with start(Launcher(), database=database) as server:
+        model = server.state.models.default
+        merged = (await wait_for(server, (await submit(server))["id"], "succeeded"))["id"]
+        adapter = (await wait_for(server, (await submit(server, lora_rank=4))["id"], "succeeded"))["id"]
+        server.state.jobs.add_activated_adapter("tiny", adapter)  # as by another server
+        await eventually(lambda: model.adapters, "the adapter")
+        with server.state.jobs.write() as db:  # as by servers from which this one was cut off
+            db.execute("DELETE FROM activated_adapters")
+            activate(db, "tiny", merged)
+        await eventually(lambda: served(server) == merged, "the active weights")
+        assert not model.adapters
+        await eventually(lambda: server.state.ready, "readiness")
 
 
 def served(server: Server) -> str:
