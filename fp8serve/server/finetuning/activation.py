@@ -154,6 +154,10 @@ class Activator:
         served, key = model.current, self.jobs.activated(self._model_key(model.name, model.base_source))
         return None if served is None or key in (None, _stored_key(model, served.source.key)) else key
 
+    def was_rolled_back(self, model: ServedModel, key: str) -> bool:
+        """Whether the active weights `key` are those that the model served before its last activation."""
+        return model.probation is not None and key == _stored_key(model, model.probation.previous.key)
+
     async def catch_up(self, model: ServedModel, key: str) -> None:
         """Serves the active weights, which the other servers serve already."""
 
@@ -165,7 +169,7 @@ class Activator:
         await self.model_loader.run_to_completion(change, f"serve {shown(key)}, which other servers have activated")
 
     async def unload_adapters(self, model: ServedModel, previous: set[str]) -> set[str]:
-        """Unloads those of the adapters `previous` that are not active any more. Returns the keys of the active ones."""
+        """Unloads those of the adapters `previous` that are no longer active. Returns the keys of the active ones."""
         model_key = self._model_key(model.name, model.base_source)
         active = set(await asyncio.to_thread(self.jobs.activated_adapters, model_key))
         loaded = _activated_adapters(model)

@@ -52,10 +52,12 @@ class Fronts:
 
     database: Database
 
-    def renew(self, models: Iterable[str]) -> None:
-        """Begins or extends the lease of this server, which now serves `models`."""
+    def renew(self, models: Iterable[str]) -> bool:
+        """Begins or extends the lease of this server, which now serves `models`. Returns whether it was extended."""
         now = self.database.now
         with self.database.write() as db:
+            has_lease = f"SELECT 1 FROM fronts WHERE id = ? AND expires_at > {now}"
+            is_extended = db.execute(has_lease, (self.database.front,)).fetchone() is not None
             lease = f"INSERT INTO fronts VALUES (?, ?, {now} + {LEASE_SECONDS}) ON CONFLICT (id) DO UPDATE"
             values = self.database.front, json.dumps(sorted(models))
             db.execute(f"{lease} SET models = excluded.models, expires_at = excluded.expires_at", values)
@@ -63,6 +65,7 @@ class Fronts:
             old = f"SELECT id FROM swaps WHERE expires_at < {now} - {KEEP_SECONDS} AND state != 'loading'"
             db.execute(f"DELETE FROM votes WHERE swap IN ({old})")
             db.execute(f"DELETE FROM swaps WHERE id IN ({old})")
+        return is_extended
 
     def leave(self) -> None:
         """Ends the lease of this server."""

@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,9 @@ def test_a_lost_lease_gives_the_job_to_another_server_and_silences_the_first(dat
         assert first.set_status("ftjob-1", "running", "running")
         assert second.claim("ftjob-1") is None
         job = first.get("ftjob-1")
+        assert Fronts(first).renew([])
         end_lease(second, of=first)
-        Fronts(first).renew([])  # it was silent, but no other server has claimed the job
+        assert not Fronts(first).renew([])  # it was silent, but no other server has claimed the job
         assert second.claim("ftjob-1") is None
         end_lease(second, of=first)
         assert second.claim("ftjob-1") == job
@@ -337,6 +338,33 @@ async def test_a_server_that_missed_the_unloading_of_an_adapter_serves_the_activ
             activate(db, "tiny", merged)
         await eventually(lambda: served(server) == merged, "the active weights")
         assert not model.adapters
+        await eventually(lambda: server.state.ready, "readiness")
+
+
+@pytest.mark.parametrize("lease_ended", [False, True])
+async def test_servers_answer_while_they_roll_back_weights_that_failed_on_another(
+    start: Start, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease_ended: bool
+) -> None:
+    """A server whose lease had ended may have missed other activations, so it does not answer."""
+    renewals, renew = [], Fronts.renew
+
+    def renew_and_report(self: Fronts, models: Iterable[str]) -> bool:
+        renewals.append(renew(self, models))
+        return not lease_ended
+
+    async with start(Launcher(), database=database) as server:
+        model = server.state.models.default
+        job = (await wait_for(server, (await submit(server))["id"], "succeeded"))["id"]
+        assert (await server.client.post("/models/tiny/activate", json={"source": job})).status_code == 200
+        await eventually(lambda: server.state.ready, "readiness")
+        server.launcher.paused = True
+        monkeypatch.setattr(Fronts, "renew", renew_and_report)
+        await eventually(lambda: renewals, "a renewal")
+        server.state.jobs.set_activated("tiny", "base")  # as by another server
+        await eventually(lambda: model.is_swapping(), "the load of the previous weights")
+        assert server.state.ready is not lease_ended
+        server.launcher.paused = False
+        await eventually(lambda: served(server) == "base", "the previous weights")
         await eventually(lambda: server.state.ready, "readiness")
 
 
