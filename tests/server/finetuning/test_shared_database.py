@@ -18,6 +18,7 @@ from fp8serve.server.finetuning import fronts, job_runner
 from fp8serve.server.finetuning.database import NewJob, new_job_id
 from fp8serve.server.finetuning.fronts import Fronts
 from fp8serve.server.finetuning.job_store import JobStore, activate
+from fp8serve.server.finetuning.postgres import PostgresConnection
 from fp8serve.server.settings import Settings
 from tests.patience import eventually, until
 from tests.server.conftest import Server, Start
@@ -420,6 +421,17 @@ def test_a_server_whose_wait_for_another_was_cancelled_writes_again(database: st
         assert caught.value.code is Code.STORAGE_UNAVAILABLE
         second.create(NEW, "ftjob-1", 100)
         assert first.get("ftjob-1").status == "queued"
+
+
+def test_a_connection_has_timeouts_that_the_url_may_change(database: str) -> None:
+    """Without them, a server would wait for minutes for a database whose machine is gone."""
+    for url, idle in ((database, "5"), (f"{database}&keepalives_idle=7", "7")):
+        with closing(PostgresConnection(url)) as connection:
+            assert connection._db is not None
+            parameters = connection._db.info.get_parameters()
+        expected = {"connect_timeout": "10", "keepalives_idle": idle, "keepalives_interval": "5",
+                    "keepalives_count": "3", "tcp_user_timeout": "15000"}  # fmt: skip
+        assert {name: parameters.get(name) for name in expected} == expected
 
 
 def test_a_database_of_a_newer_version_is_refused_and_not_changed(database: str) -> None:
