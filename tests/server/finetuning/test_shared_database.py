@@ -29,6 +29,12 @@ from tests.server.process import Process, serving
 NEW = NewJob(base="tiny", source="base", config={})
 
 
+@pytest.fixture(autouse=True)
+def endless_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases in this process end only where a test ends them, however slow the machine is."""
+    monkeypatch.setattr(fronts, "LEASE_SECONDS", 1e6)
+
+
 @contextlib.contextmanager
 def stores(url: str, count: int) -> Iterator[list[JobStore]]:
     """Opens connections as so many servers do, each with a lease."""
@@ -473,7 +479,7 @@ def test_another_server_takes_the_job_of_a_killed_one(database: str, tmp_path: P
     starts another one."""
     model_dir(tmp_path / "tiny")
     options = {"model": str(tmp_path / "tiny"), "train_on": "share", "fake": True, "database": database}
-    options |= {"stub": True, "lease_seconds": 3.0}
+    options |= {"stub": True, "lease_seconds": 30.0}
     if has_bucket:
         options["artifacts"] = f"file://{tmp_path / 'bucket'}"
     folders = [tmp_path / name for name in ("a", "b" if has_bucket else "a")]
@@ -498,7 +504,7 @@ def test_another_server_takes_the_job_of_a_killed_one(database: str, tmp_path: P
 def test_a_suspended_server_that_returns_leaves_its_job_to_the_other(database: str, tmp_path: Path) -> None:
     model_dir(tmp_path / "tiny")
     options = {"model": str(tmp_path / "tiny"), "train_on": "share", "fake": True, "database": database}
-    options |= {"stub": True, "lease_seconds": 3.0, "data_dir": str(tmp_path / "data")}
+    options |= {"stub": True, "lease_seconds": 30.0, "data_dir": str(tmp_path / "data")}
     with serving(tmp_path / "a.log", **options) as first:
         body = {"data": [{"text": "held"}]}
         job = first.client.post("/finetune", json=body).raise_for_status().json()["id"]
