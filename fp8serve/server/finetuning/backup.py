@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import MachineError, RequestError
+from fp8serve.errors import MachineError, RequestError, one_line
 from fp8serve.model.storage.files import atomic_file
 from fp8serve.server.finetuning.database import Connection, Database
 from fp8serve.server.finetuning.schema import SCHEMA_VERSION
@@ -65,7 +65,10 @@ def restore(database: Database, path: Path) -> int:
                 elif row[column] == name:
                     continue
             names, placeholders = ", ".join(row), ", ".join("?" * len(row))
-            db.execute(f"INSERT INTO {table} ({names}) VALUES ({placeholders})", tuple(row.values()))
+            try:
+                db.execute(f"INSERT INTO {table} ({names}) VALUES ({placeholders})", tuple(row.values()))
+            except database.row_errors as error:
+                raise RequestError(f"{path} has a row of {table} that does not fit ({one_line(error)}).") from None
         if database.is_shared:
             last = "max(seq)) FROM events HAVING count(*) > 0"
             db.execute(f"SELECT setval(pg_get_serial_sequence('events', 'seq'), {last}")

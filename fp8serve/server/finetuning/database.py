@@ -43,6 +43,11 @@ class Database:
         """SQL for the seconds since 1970, by the database's clock."""
         return self._db.now
 
+    @property
+    def row_errors(self) -> tuple[type[Exception], ...]:
+        """The errors for a row whose values do not fit its table."""
+        return self._db.row_errors
+
     @contextlib.contextmanager
     def write(self) -> Iterator[Connection]:
         """Runs a block as a write transaction, which commits at its end and rolls back if the block raises."""

@@ -43,6 +43,7 @@ class PostgresConnection:
                 "leave --database out."
             ) from None
         self._psycopg = psycopg
+        self.row_errors = psycopg.IntegrityError, psycopg.DataError, psycopg.ProgrammingError
         self._url = url
         self._db: psycopg.Connection[dict[str, Any]] | None = None
         try:

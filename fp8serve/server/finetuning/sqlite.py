@@ -23,6 +23,7 @@ class SqliteConnection(sqlite3.Connection):
     """A connection on which `begin` starts a write transaction. `now` is SQL for the seconds since 1970."""
 
     now = "((julianday('now') - 2440587.5) * 86400.0)"
+    row_errors = sqlite3.IntegrityError, sqlite3.DataError, sqlite3.ProgrammingError, OverflowError
 
     def begin(self) -> None:
         self.execute("BEGIN IMMEDIATE")

@@ -173,6 +173,27 @@ def test_a_damaged_backup_changes_nothing(store: JobStore, tmp_path: Path, chang
         assert not any(rows(new).values())
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"id": "file-2"}, {"id": "file-2", "number": 2, "bytes": {}},
+     {"id": "file-2", "number": 2, "bytes": None}, {"id": "file-2", "number": 10**30}],
+    ids=["same id", "same number", "object", "null", "too large"],
+)  # fmt: skip
+def test_a_row_that_does_not_fit_is_refused(
+    store: JobStore, database: str, tmp_path: Path, is_shared: bool, change: dict[str, Any]
+) -> None:
+    path = tmp_path / "backup.jsonl"
+    back_up(store, path)
+    lines = path.read_text().splitlines()
+    entry = json.loads(next(line for line in lines if '"table": "files"' in line))
+    path.write_text("\n".join([*lines, json.dumps(entry | {"row": entry["row"] | change})]))
+    with closing(JobStore(database if is_shared else tmp_path / "new.sqlite3")) as new:
+        with pytest.raises(RequestError, match="has a row of files that does not fit"):
+            restore(new, path)
+        assert not any(rows(new).values())
+
+
 def test_the_commands(store: JobStore, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     backup, count = str(tmp_path / "b.jsonl"), len(store.ids("jobs"))
     assert main(["state", "backup", backup, "--data-dir", str(tmp_path / "old")]) == 0
