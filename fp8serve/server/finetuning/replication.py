@@ -4,7 +4,7 @@ Every POLL_SECONDS the server renews its lease, joins the swaps that another ser
 what it serves with the active weights and adapters of the database. The weights differ if the server was starting, or
 its lease had ended, while the others swapped. It then loads the active weights, and is not ready until it serves them.
 They also differ if the engine of another server died several times with the new weights, which rolls them back. All
-servers then load the previous weights at the same time, and serve the new ones meanwhile.
+servers then load the previous weights at the same time, and serve the new ones until the first attempt has ended.
 """
 
 import asyncio
@@ -67,8 +67,8 @@ class Replication:
         return task
 
     async def _serve_active_weights(self, models: Mapping[str, ServedModel]) -> None:
-        """Makes each model serve the active weights. After a failure, this server is not ready, and tries again after
-        RETRY_SECONDS."""
+        """Makes each model serve the active weights. After a failure, this server tries again after RETRY_SECONDS, and
+        is not ready then."""
         try:
             for name, model in models.items():  # weights cannot be replaced while their adapters are loaded
                 previous = self._adapters.get(name, set())
@@ -77,6 +77,7 @@ class Replication:
                 if key is not None and not model.is_swapping():
                     if not (self._was_level and self._activator.was_rolled_back(model, key)):
                         self.is_behind = True
+                    self._was_level = False
                     await self._activator.catch_up(model, key)
             self.is_behind, self._was_level = False, True
             for name, model in models.items():

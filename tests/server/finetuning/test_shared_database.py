@@ -14,7 +14,7 @@ import pytest
 
 from fp8serve.errors import MachineError
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning import fronts, job_runner
+from fp8serve.server.finetuning import fronts, job_runner, replication
 from fp8serve.server.finetuning.database import NewJob, new_job_id
 from fp8serve.server.finetuning.fronts import Fronts
 from fp8serve.server.finetuning.job_store import JobStore, activate
@@ -306,6 +306,22 @@ async def test_a_server_that_starts_or_returns_serves_the_active_weights(
             for server in (first, second):
                 await eventually(lambda server=server: served(server) == "base", "the active weights")
                 await eventually(lambda server=server: server.state.ready, "readiness")
+
+
+async def test_a_server_that_cannot_roll_back_is_not_ready(
+    start: Start, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replication, "RETRY_SECONDS", 0.0)
+    async with start(Launcher(), database=database) as server:
+        job = (await wait_for(server, (await submit(server))["id"], "succeeded"))["id"]
+        assert (await server.client.post("/models/tiny/activate", json={"source": job})).status_code == 200
+        await eventually(lambda: server.state.ready, "readiness")
+        server.launcher.problem = "The scales are gone."
+        server.state.jobs.set_activated("tiny", "base")  # as by another server
+        await eventually(lambda: not server.state.ready, "the second attempt")
+        assert served(server) == job
+        server.launcher.problem = None
+        await eventually(lambda: served(server) == "base" and server.state.ready, "the previous weights")
 
 
 async def test_an_adapter_is_loaded_and_unloaded_on_all_servers(start: Start, database: str, tmp_path: Path) -> None:
