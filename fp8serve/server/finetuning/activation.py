@@ -88,6 +88,9 @@ class Activator:
         async def save_activation(served_key: str) -> None:
             if swap is not None and served_key == source.key:
                 await self._agree(swap)
+            elif swap is not None:
+                roll_back = partial(self.fronts.roll_back, swap)
+                await asyncio.to_thread(roll_back, _stored_key(model, served_key))
             else:
                 save = partial(self.jobs.set_activated, self._model_key(model.name, model.base_source))
                 await asyncio.to_thread(save, _stored_key(model, served_key))

@@ -126,6 +126,13 @@ class Fronts:
         with self.database.write() as db:
             return self._decide(db, swap.id)
 
+    def roll_back(self, swap: Swap, source: str) -> None:
+        """Activates `source` in place of the swap's weights, unless others have been activated since."""
+        with self.database.write() as db:
+            row: Any = db.execute("SELECT source FROM activated WHERE base = ?", (swap.model,)).fetchone()
+            if row is not None and row["source"] == swap.source:
+                activate(db, swap.model, source)
+
     def is_complete(self, swap: Swap) -> bool:
         """Whether every server that loaded the weights and still has a lease serves them."""
         with self.database.write() as db:

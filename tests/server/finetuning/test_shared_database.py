@@ -146,6 +146,19 @@ def test_one_server_that_cannot_load_the_weights_aborts_the_swap(database: str) 
         assert a.propose("tiny", "ftjob-2", 2.0, 1000).source == "ftjob-2"
 
 
+def test_a_rollback_changes_no_later_activation(database: str) -> None:
+    with stores(database, 1) as (store,):
+        a = Fronts(store)
+        swap = a.propose("tiny", "ftjob-1", 2.0, 1000)
+        a.set_loaded(swap)
+        assert a.decide(swap).state == "switched"
+        a.roll_back(swap, "base")
+        assert store.activated("tiny") == "base"
+        store.set_activated("tiny", "ftjob-2")
+        a.roll_back(swap, "base")
+        assert store.activated("tiny") == "ftjob-2"
+
+
 def test_a_server_that_ends_does_not_hold_up_a_swap(database: str) -> None:
     with stores(database, 2) as (first, second):
         a, b = map(Fronts, (first, second))
