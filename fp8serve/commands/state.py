@@ -7,17 +7,21 @@ Examples:
 """
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.model.storage.files import acquire_lock, make_private
 from fp8serve.server.data_directory import JOB_DATABASE, SERVER_LOCK
+from fp8serve.server.faults import Fault
 from fp8serve.server.settings import check_database_url
 from fp8serve.terminal import remark
+
+if TYPE_CHECKING:
+    from fp8serve.server.finetuning.database import Database
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
 File = Annotated[Path, typer.Argument(metavar="FILE", help="File of the backup.")]
@@ -44,10 +48,13 @@ def backup(file: File, data_dir: DataDir = None, database: Url = None) -> None:
     if isinstance(location, Path) and not location.exists():
         raise MachineError(f"{location.parent} has no job database; --data-dir is the data directory of a server.")
     from fp8serve.server.finetuning.backup import back_up
-    from fp8serve.server.finetuning.database import Database
+    from fp8serve.server.finetuning.sqlite import is_older
 
-    with closing(Database(location)) as opened:
-        remark(f"{back_up(opened, file)} jobs were written to {file}.")
+    with ExitStack() as stack:
+        if isinstance(location, Path) and is_older(location):  # a server of an earlier version may use it
+            stack.enter_context(_locked(location))
+        jobs = stack.enter_context(_opened(location))
+        remark(f"{back_up(jobs, file)} jobs were written to {file}.")
 
 
 @app.command()
@@ -61,9 +68,8 @@ def restore(file: File, data_dir: DataDir = None, database: Url = None) -> None:
     """
     location = _location(data_dir, database)
     from fp8serve.server.finetuning import backup
-    from fp8serve.server.finetuning.database import Database
 
-    with _locked(location), closing(Database(location)) as opened:
+    with _locked(location), _opened(location) as opened:
         remark(f"{backup.restore(opened, file)} jobs were restored from {file}.")
 
 
@@ -74,6 +80,18 @@ def _location(data_dir: Path | None, url: str | None) -> Path | str:
     if data_dir is None or url is not None:
         raise RequestError("Give --data-dir or --database, one of them.")
     return data_dir / JOB_DATABASE
+
+
+@contextmanager
+def _opened(location: Path | str) -> Iterator["Database"]:
+    """Opens a job database. Raises MachineError if it cannot be used, or no longer, within the block."""
+    from fp8serve.server.finetuning.database import Database
+
+    try:
+        with closing(Database(location)) as database:
+            yield database
+    except Fault as fault:
+        raise MachineError(fault.full_message) from None
 
 
 @contextmanager

@@ -88,6 +88,9 @@ class Activator:
         async def save_activation(served_key: str) -> None:
             if swap is not None and served_key == source.key:
                 await self._agree(swap)
+            elif swap is not None:
+                roll_back = partial(self.fronts.roll_back, swap)
+                await asyncio.to_thread(roll_back, _stored_key(model, served_key))
             else:
                 save = partial(self.jobs.set_activated, self._model_key(model.name, model.base_source))
                 await asyncio.to_thread(save, _stored_key(model, served_key))
@@ -154,6 +157,10 @@ class Activator:
         served, key = model.current, self.jobs.activated(self._model_key(model.name, model.base_source))
         return None if served is None or key in (None, _stored_key(model, served.source.key)) else key
 
+    def was_rolled_back(self, model: ServedModel, key: str) -> bool:
+        """Whether the active weights `key` are those that the model served before its last activation."""
+        return model.probation is not None and key == _stored_key(model, model.probation.previous.key)
+
     async def catch_up(self, model: ServedModel, key: str) -> None:
         """Serves the active weights, which the other servers serve already."""
 
@@ -164,19 +171,21 @@ class Activator:
         change = activate(model, source, keep_activation)
         await self.model_loader.run_to_completion(change, f"serve {shown(key)}, which other servers have activated")
 
-    async def follow_adapters(self, model: ServedModel, previous: set[str]) -> set[str]:
-        """Loads the active adapters that this server lacks, and unloads those that were active at the last call, which
-        returned `previous`. Returns the keys of the active adapters."""
+    async def unload_adapters(self, model: ServedModel, previous: set[str]) -> set[str]:
+        """Unloads those of the adapters `previous` that are no longer active. Returns the keys of the active ones."""
         model_key = self._model_key(model.name, model.base_source)
         active = set(await asyncio.to_thread(self.jobs.activated_adapters, model_key))
-        loaded = {a.source.key: name for name, a in model.adapters.items() if a.source.name == a.source.root}
-        for key in active - loaded.keys():
-            trained = await asyncio.to_thread(self.sources.find_adapter, key)
-            if trained is not None:
-                await self.load_adapter(model, await asyncio.to_thread(self.sources.adapter_source, *trained))
+        loaded = _activated_adapters(model)
         for key in (previous - active) & loaded.keys():
             await self.adapter_loader.unload(loaded[key])
         return active
+
+    async def load_adapters(self, model: ServedModel, active: set[str]) -> None:
+        """Loads those of the adapters `active` that this server lacks."""
+        for key in active - _activated_adapters(model).keys():
+            trained = await asyncio.to_thread(self.sources.find_adapter, key)
+            if trained is not None:
+                await self.load_adapter(model, await asyncio.to_thread(self.sources.adapter_source, *trained))
 
     # -- adapters ------------------------------------------------------------------------------------------------------
 
@@ -263,6 +272,11 @@ async def _persist(call: Callable[[], T]) -> T:
             return await asyncio.to_thread(call)
         except Fault:  # it is logged
             await asyncio.sleep(POLL_SECONDS)
+
+
+def _activated_adapters(model: ServedModel) -> dict[str, str]:
+    """Returns key and name of the loaded adapters that may have been activated: those with their original name."""
+    return {a.source.key: name for name, a in model.adapters.items() if a.source.name == a.source.root}
 
 
 def _stored_key(model: ServedModel, key: str) -> str:

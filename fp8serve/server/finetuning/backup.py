@@ -1,8 +1,8 @@
 """Copies of the job database as a file of JSON lines, for backups and for the move from SQLite to PostgreSQL.
 
 The first line is {"fp8serve_job_database": VERSION}, and each further line {"table": NAME, "row": {...}}. A backup is
-one transaction, so it is consistent while servers run. The files of jobs are not part of it: copy the data directory,
-or the bucket, after the database, so that every file of a row exists.
+one read transaction, so it is consistent, and servers may write meanwhile. The files of jobs are not part of it: copy
+the data directory, or the bucket, after the database, so that every file of a row exists.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import MachineError, RequestError
+from fp8serve.errors import MachineError, RequestError, one_line
 from fp8serve.model.storage.files import atomic_file
 from fp8serve.server.finetuning.database import Connection, Database
 from fp8serve.server.finetuning.schema import SCHEMA_VERSION
@@ -18,12 +18,15 @@ from fp8serve.server.finetuning.schema import SCHEMA_VERSION
 VERSION = "fp8serve_job_database"
 TABLES = ("jobs", "events", "files", "idempotency", "activated", "activated_adapters")
 """The tables of a backup. The others describe servers that run."""
+MODEL_COLUMNS = {"activated": "base", "activated_adapters": "model"}
+"""The column of each activation's model: NAME in PostgreSQL; in SQLite, NAME=DIRECTORY, or DIRECTORY for the default
+model."""
 
 
 def back_up(database: Database, path: Path) -> int:
     """Writes all rows to the file `path`, which only this user can read. Returns the number of jobs."""
     try:
-        with database.write() as db, atomic_file(path) as temporary:
+        with database.read() as db, atomic_file(path) as temporary:
             temporary.touch(mode=0o600)
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(json.dumps({VERSION: SCHEMA_VERSION}) + "\n")
@@ -39,8 +42,9 @@ def back_up(database: Database, path: Path) -> int:
 def restore(database: Database, path: Path) -> int:
     """Adds the rows of a backup to a database without jobs and files, all or none. Returns the number of jobs.
 
-    No server owns the jobs afterwards. PostgreSQL stores activations by the model's name, and SQLite by the directory
-    of its base weights, whose name is the default model's.
+    No server owns the jobs afterwards. SQLite stores activations by the directory of the model's base weights, and
+    PostgreSQL by the model's name, for which the directory's name is taken. The other way, activations are left out,
+    because a name has no directory.
     """
     with database.write() as db:
         for table in TABLES:
@@ -52,17 +56,28 @@ def restore(database: Database, path: Path) -> int:
             if table == "jobs":
                 row["owner"] = None
                 number += 1
-            if database.is_shared and table.startswith("activated"):
-                column = "base" if "base" in row else "model"
-                row[column] = Path(str(row.get(column)).partition("=")[0]).name
             if row.keys() != columns[table]:
                 raise RequestError(f"{path} has other columns of {table} than the database; it is damaged.")
+            if column := MODEL_COLUMNS.get(table):
+                name = _model_name(str(row[column]))
+                if database.is_shared:
+                    row[column] = name
+                elif row[column] == name:
+                    continue
             names, placeholders = ", ".join(row), ", ".join("?" * len(row))
-            db.execute(f"INSERT INTO {table} ({names}) VALUES ({placeholders})", tuple(row.values()))
+            try:
+                db.execute(f"INSERT INTO {table} ({names}) VALUES ({placeholders})", tuple(row.values()))
+            except database.row_errors as error:
+                raise RequestError(f"{path} has a row of {table} that does not fit ({one_line(error)}).") from None
         if database.is_shared:
             last = "max(seq)) FROM events HAVING count(*) > 0"
             db.execute(f"SELECT setval(pg_get_serial_sequence('events', 'seq'), {last}")
     return number
+
+
+def _model_name(key: str) -> str:
+    """Returns the model's name for a key of MODEL_COLUMNS."""
+    return Path(key).name if key.startswith("/") else key.partition("=/")[0]
 
 
 def _columns(db: Connection, table: str) -> set[str]:

@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -43,12 +43,28 @@ class Database:
         """SQL for the seconds since 1970, by the database's clock."""
         return self._db.now
 
+    @property
+    def row_errors(self) -> tuple[type[Exception], ...]:
+        """The errors for a row whose values do not fit its table."""
+        return self._db.row_errors
+
     @contextlib.contextmanager
     def write(self) -> Iterator[Connection]:
         """Runs a block as a write transaction, which commits at its end and rolls back if the block raises."""
+        with self._transaction(self._db.begin) as db:
+            yield db
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Runs a block that only reads. It sees one state of the database, and others may write meanwhile."""
+        with self._transaction(self._db.begin_read) as db:
+            yield db
+
+    @contextlib.contextmanager
+    def _transaction(self, begin: Callable[[], None]) -> Iterator[Connection]:
         with self._lock, self._db.faults():
-            self._db.begin()
             try:
+                begin()
                 yield self._db
                 self._db.execute("COMMIT")
             finally:

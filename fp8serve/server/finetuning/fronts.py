@@ -52,10 +52,12 @@ class Fronts:
 
     database: Database
 
-    def renew(self, models: Iterable[str]) -> None:
-        """Begins or extends the lease of this server, which now serves `models`."""
+    def renew(self, models: Iterable[str]) -> bool:
+        """Begins or extends the lease of this server, which now serves `models`. Returns whether it was extended."""
         now = self.database.now
         with self.database.write() as db:
+            has_lease = f"SELECT 1 FROM fronts WHERE id = ? AND expires_at > {now}"
+            is_extended = db.execute(has_lease, (self.database.front,)).fetchone() is not None
             lease = f"INSERT INTO fronts VALUES (?, ?, {now} + {LEASE_SECONDS}) ON CONFLICT (id) DO UPDATE"
             values = self.database.front, json.dumps(sorted(models))
             db.execute(f"{lease} SET models = excluded.models, expires_at = excluded.expires_at", values)
@@ -63,6 +65,7 @@ class Fronts:
             old = f"SELECT id FROM swaps WHERE expires_at < {now} - {KEEP_SECONDS} AND state != 'loading'"
             db.execute(f"DELETE FROM votes WHERE swap IN ({old})")
             db.execute(f"DELETE FROM swaps WHERE id IN ({old})")
+        return is_extended
 
     def leave(self) -> None:
         """Ends the lease of this server."""
@@ -122,6 +125,13 @@ class Fronts:
         """Switches to the new weights if every server with a lease has loaded them. Returns the state of the swap."""
         with self.database.write() as db:
             return self._decide(db, swap.id)
+
+    def roll_back(self, swap: Swap, source: str) -> None:
+        """Activates `source` in place of the swap's weights, unless others have been activated since."""
+        with self.database.write() as db:
+            row: Any = db.execute("SELECT source FROM activated WHERE base = ?", (swap.model,)).fetchone()
+            if row is not None and row["source"] == swap.source:
+                activate(db, swap.model, source)
 
     def is_complete(self, swap: Swap) -> bool:
         """Whether every server that loaded the weights and still has a lease serves them."""

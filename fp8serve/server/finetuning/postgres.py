@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("fp8serve.server")
 WRITE_LOCK = 0x6670_3873  # any number that other programs do not use for an advisory lock in this database
 STALL_SECONDS = 30
-CONNECT_SECONDS = 10
+DEFAULT_PARAMETERS = {
+    "connect_timeout": 10, "keepalives_idle": 5, "keepalives_interval": 5, "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+}  # fmt: skip
+"""libpq's parameters where the URL does not name them: a connection whose peer is gone fails after about 20 seconds, so
+a new one is made before the lease ends."""
 
 
 class PostgresConnection:
@@ -38,6 +43,7 @@ class PostgresConnection:
                 "leave --database out."
             ) from None
         self._psycopg = psycopg
+        self.row_errors = psycopg.IntegrityError, psycopg.DataError, psycopg.ProgrammingError
         self._url = url
         self._db: psycopg.Connection[dict[str, Any]] | None = None
         try:
@@ -71,7 +77,8 @@ class PostgresConnection:
     def _connect(self) -> "psycopg.Connection[dict[str, Any]]":
         from psycopg.rows import dict_row
 
-        arguments: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS} if "connect_timeout" not in self._url else {}
+        named = self._psycopg.conninfo.conninfo_to_dict(self._url)
+        arguments: dict[str, Any] = {name: value for name, value in DEFAULT_PARAMETERS.items() if name not in named}
         # autocommit: transactions begin where `begin` is called; a pool of connections keeps no prepared statements
         self._db = db = self._psycopg.connect(
             self._url, autocommit=True, prepare_threshold=None, row_factory=dict_row, **arguments
@@ -82,6 +89,9 @@ class PostgresConnection:
     def begin(self) -> None:
         self.execute("BEGIN")
         self.execute(f"SELECT pg_advisory_xact_lock({WRITE_LOCK})")
+
+    def begin_read(self) -> None:
+        self.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
     @property
     def in_transaction(self) -> bool:

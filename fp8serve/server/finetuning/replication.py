@@ -3,6 +3,8 @@
 Every POLL_SECONDS the server renews its lease, joins the swaps that another server has begun (fronts.py), and compares
 what it serves with the active weights and adapters of the database. The weights differ if the server was starting, or
 its lease had ended, while the others swapped. It then loads the active weights, and is not ready until it serves them.
+They also differ if the engine of another server died several times with the new weights, which rolls them back. All
+servers then load the previous weights at the same time, and serve the new ones until the first attempt has ended.
 """
 
 import asyncio
@@ -27,6 +29,7 @@ class Replication:
 
     def __init__(self, fronts: Fronts, activator: Activator) -> None:
         self.is_behind = True
+        self._was_level = False  # since the lease began, the server has served the active weights
         self.job_counts: dict[str, int] = {}
         self._fronts, self._activator = fronts, activator
         self._adapters: dict[str, set[str]] = {}
@@ -48,7 +51,8 @@ class Replication:
     async def _poll(self) -> None:
         models = {} if self._activator.draining.is_set() else self._activator.models.models
         serving = {name: model for name, model in models.items() if model.state == "ready"}
-        await asyncio.to_thread(self._fronts.renew, serving)
+        if not await asyncio.to_thread(self._fronts.renew, serving):
+            self._was_level = False
         self.job_counts = await asyncio.to_thread(self._activator.jobs.counts)
         if serving:
             for swap in await asyncio.to_thread(self._fronts.invitations):
@@ -63,18 +67,21 @@ class Replication:
         return task
 
     async def _serve_active_weights(self, models: Mapping[str, ServedModel]) -> None:
-        """Makes each model serve the active weights. After a failure, this server is not ready, and tries again after
-        RETRY_SECONDS."""
+        """Makes each model serve the active weights. After a failure, this server tries again after RETRY_SECONDS, and
+        is not ready then."""
         try:
-            for model in models.values():
+            for name, model in models.items():  # weights cannot be replaced while their adapters are loaded
+                previous = self._adapters.get(name, set())
+                self._adapters[name] = await self._activator.unload_adapters(model, previous)
                 key = await asyncio.to_thread(self._activator.missed_activation, model)
                 if key is not None and not model.is_swapping():
-                    self.is_behind = True
+                    if not (self._was_level and self._activator.was_rolled_back(model, key)):
+                        self.is_behind = True
+                    self._was_level = False
                     await self._activator.catch_up(model, key)
-            self.is_behind = False
+            self.is_behind, self._was_level = False, True
             for name, model in models.items():
-                previous = self._adapters.get(name, set())
-                self._adapters[name] = await self._activator.follow_adapters(model, previous)
+                await self._activator.load_adapters(model, self._adapters[name])
         except Fault:  # it is logged
             self._retry_at = time.monotonic() + RETRY_SECONDS
 

@@ -23,9 +23,13 @@ class SqliteConnection(sqlite3.Connection):
     """A connection on which `begin` starts a write transaction. `now` is SQL for the seconds since 1970."""
 
     now = "((julianday('now') - 2440587.5) * 86400.0)"
+    row_errors = sqlite3.IntegrityError, sqlite3.DataError, sqlite3.ProgrammingError, OverflowError
 
     def begin(self) -> None:
         self.execute("BEGIN IMMEDIATE")
+
+    def begin_read(self) -> None:
+        self.execute("BEGIN")
 
     @contextlib.contextmanager
     def faults(self) -> Iterator[None]:
@@ -55,6 +59,13 @@ def open_sqlite(path: Path) -> SqliteConnection:
             f"The job database {path} cannot be written: {error.strerror}; choose another --data-dir."
         ) from None
     return db
+
+
+def is_older(path: Path) -> bool:
+    """Whether opening the database would migrate it. False if the file is no database, which opening it reports."""
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as db:
+        return int(db.execute("PRAGMA user_version").fetchone()[0]) < SCHEMA_VERSION
+    return False
 
 
 def _prepare(db: SqliteConnection, path: Path) -> None:

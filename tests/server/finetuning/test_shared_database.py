@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import pytest
 
 from fp8serve.errors import MachineError
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning import fronts, job_runner
+from fp8serve.server.finetuning import fronts, job_runner, replication
 from fp8serve.server.finetuning.database import NewJob, new_job_id
 from fp8serve.server.finetuning.fronts import Fronts
-from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.finetuning.job_store import JobStore, activate
+from fp8serve.server.finetuning.postgres import PostgresConnection
 from fp8serve.server.settings import Settings
 from tests.patience import eventually, until
 from tests.server.conftest import Server, Start
@@ -26,6 +27,12 @@ from tests.server.finetuning.test_finetune import submit, unblock_job, wait_for,
 from tests.server.process import Process, serving
 
 NEW = NewJob(base="tiny", source="base", config={})
+
+
+@pytest.fixture(autouse=True)
+def endless_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases in this process end only where a test ends them, however slow the machine is."""
+    monkeypatch.setattr(fronts, "LEASE_SECONDS", 1e6)
 
 
 @contextlib.contextmanager
@@ -71,8 +78,9 @@ def test_a_lost_lease_gives_the_job_to_another_server_and_silences_the_first(dat
         assert first.set_status("ftjob-1", "running", "running")
         assert second.claim("ftjob-1") is None
         job = first.get("ftjob-1")
+        assert Fronts(first).renew([])
         end_lease(second, of=first)
-        Fronts(first).renew([])  # it was silent, but no other server has claimed the job
+        assert not Fronts(first).renew([])  # it was silent, but no other server has claimed the job
         assert second.claim("ftjob-1") is None
         end_lease(second, of=first)
         assert second.claim("ftjob-1") == job
@@ -136,6 +144,19 @@ def test_one_server_that_cannot_load_the_weights_aborts_the_swap(database: str) 
         assert a.decide(swap) == fronts.Decision("aborted", "No memory.")
         assert first.activated("tiny") is None
         assert a.propose("tiny", "ftjob-2", 2.0, 1000).source == "ftjob-2"
+
+
+def test_a_rollback_changes_no_later_activation(database: str) -> None:
+    with stores(database, 1) as (store,):
+        a = Fronts(store)
+        swap = a.propose("tiny", "ftjob-1", 2.0, 1000)
+        a.set_loaded(swap)
+        assert a.decide(swap).state == "switched"
+        a.roll_back(swap, "base")
+        assert store.activated("tiny") == "base"
+        store.set_activated("tiny", "ftjob-2")
+        a.roll_back(swap, "base")
+        assert store.activated("tiny") == "ftjob-2"
 
 
 def test_a_server_that_ends_does_not_hold_up_a_swap(database: str) -> None:
@@ -300,6 +321,22 @@ async def test_a_server_that_starts_or_returns_serves_the_active_weights(
                 await eventually(lambda server=server: server.state.ready, "readiness")
 
 
+async def test_a_server_that_cannot_roll_back_is_not_ready(
+    start: Start, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replication, "RETRY_SECONDS", 0.0)
+    async with start(Launcher(), database=database) as server:
+        job = (await wait_for(server, (await submit(server))["id"], "succeeded"))["id"]
+        assert (await server.client.post("/models/tiny/activate", json={"source": job})).status_code == 200
+        await eventually(lambda: server.state.ready, "readiness")
+        server.launcher.problem = "The scales are gone."
+        server.state.jobs.set_activated("tiny", "base")  # as by another server
+        await eventually(lambda: not server.state.ready, "the second attempt")
+        assert served(server) == job
+        server.launcher.problem = None
+        await eventually(lambda: served(server) == "base" and server.state.ready, "the previous weights")
+
+
 async def test_an_adapter_is_loaded_and_unloaded_on_all_servers(start: Start, database: str, tmp_path: Path) -> None:
     async with two_servers(start, database, tmp_path) as servers:
         job = (await wait_for(servers[0], (await submit(servers[0], lora_rank=4))["id"], "succeeded"))["id"]
@@ -321,6 +358,50 @@ async def test_an_adapter_is_loaded_and_unloaded_on_all_servers(start: Start, da
         assert answer.status_code == 200, answer.text
         await eventually(has_unloaded, "the adapter's end")
         assert all(not server.state.models.default.adapters for server in servers)
+
+
+async def test_a_server_that_missed_the_unloading_of_an_adapter_serves_the_active_weights(
+    start: Start, database: str, tmp_path: Path
+) -> None:
+    async with start(Launcher(), database=database) as server:
+        model = server.state.models.default
+        merged = (await wait_for(server, (await submit(server))["id"], "succeeded"))["id"]
+        adapter = (await wait_for(server, (await submit(server, lora_rank=4))["id"], "succeeded"))["id"]
+        server.state.jobs.add_activated_adapter("tiny", adapter)  # as by another server
+        await eventually(lambda: model.adapters, "the adapter")
+        with server.state.jobs.write() as db:  # as by servers from which this one was cut off
+            db.execute("DELETE FROM activated_adapters")
+            activate(db, "tiny", merged)
+        await eventually(lambda: served(server) == merged, "the active weights")
+        assert not model.adapters
+        await eventually(lambda: server.state.ready, "readiness")
+
+
+@pytest.mark.parametrize("lease_ended", [False, True])
+async def test_servers_answer_while_they_roll_back_weights_that_failed_on_another(
+    start: Start, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease_ended: bool
+) -> None:
+    """A server whose lease had ended may have missed other activations, so it does not answer."""
+    renewals, renew = [], Fronts.renew
+
+    def renew_and_report(self: Fronts, models: Iterable[str]) -> bool:
+        renewals.append(renew(self, models))
+        return not lease_ended
+
+    async with start(Launcher(), database=database) as server:
+        model = server.state.models.default
+        job = (await wait_for(server, (await submit(server))["id"], "succeeded"))["id"]
+        assert (await server.client.post("/models/tiny/activate", json={"source": job})).status_code == 200
+        await eventually(lambda: server.state.ready, "readiness")
+        server.launcher.paused = True
+        monkeypatch.setattr(Fronts, "renew", renew_and_report)
+        await eventually(lambda: renewals, "a renewal")
+        server.state.jobs.set_activated("tiny", "base")  # as by another server
+        await eventually(lambda: model.is_swapping(), "the load of the previous weights")
+        assert server.state.ready is not lease_ended
+        server.launcher.paused = False
+        await eventually(lambda: served(server) == "base", "the previous weights")
+        await eventually(lambda: server.state.ready, "readiness")
 
 
 def served(server: Server) -> str:
@@ -366,6 +447,28 @@ async def test_a_database_that_is_restarted_is_used_again(
         await wait_for(server, job["id"], "succeeded")
 
 
+def test_a_server_whose_wait_for_another_was_cancelled_writes_again(database: str) -> None:
+    with stores(database, 2) as (first, second):
+        with second.write() as db:
+            db.execute("SET lock_timeout = '1ms'")
+        with first.write(), pytest.raises(Fault) as caught, second.write():
+            pass
+        assert caught.value.code is Code.STORAGE_UNAVAILABLE
+        second.create(NEW, "ftjob-1", 100)
+        assert first.get("ftjob-1").status == "queued"
+
+
+def test_a_connection_has_timeouts_that_the_url_may_change(database: str) -> None:
+    """Without them, a server would wait for minutes for a database whose machine is gone."""
+    for url, idle in ((database, "5"), (f"{database}&keepalives_idle=7", "7")):
+        with closing(PostgresConnection(url)) as connection:
+            assert connection._db is not None
+            parameters = connection._db.info.get_parameters()
+        expected = {"connect_timeout": "10", "keepalives_idle": idle, "keepalives_interval": "5",
+                    "keepalives_count": "3", "tcp_user_timeout": "15000"}  # fmt: skip
+        assert {name: parameters.get(name) for name in expected} == expected
+
+
 def test_a_database_of_a_newer_version_is_refused_and_not_changed(database: str) -> None:
     with closing(JobStore(database)) as store, store.write() as db:
         db.execute("UPDATE schema_version SET version = 9")
@@ -405,7 +508,7 @@ def test_another_server_takes_the_job_of_a_killed_one(database: str, tmp_path: P
     starts another one."""
     model_dir(tmp_path / "tiny")
     options = {"model": str(tmp_path / "tiny"), "train_on": "share", "fake": True, "database": database}
-    options |= {"stub": True, "lease_seconds": 3.0}
+    options |= {"stub": True, "lease_seconds": 30.0}
     if has_bucket:
         options["artifacts"] = f"file://{tmp_path / 'bucket'}"
     folders = [tmp_path / name for name in ("a", "b" if has_bucket else "a")]
@@ -430,7 +533,7 @@ def test_another_server_takes_the_job_of_a_killed_one(database: str, tmp_path: P
 def test_a_suspended_server_that_returns_leaves_its_job_to_the_other(database: str, tmp_path: Path) -> None:
     model_dir(tmp_path / "tiny")
     options = {"model": str(tmp_path / "tiny"), "train_on": "share", "fake": True, "database": database}
-    options |= {"stub": True, "lease_seconds": 3.0, "data_dir": str(tmp_path / "data")}
+    options |= {"stub": True, "lease_seconds": 30.0, "data_dir": str(tmp_path / "data")}
     with serving(tmp_path / "a.log", **options) as first:
         body = {"data": [{"text": "held"}]}
         job = first.client.post("/finetune", json=body).raise_for_status().json()["id"]
