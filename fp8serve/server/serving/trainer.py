@@ -4,15 +4,15 @@ The tensors do not pass through this process. It tells the engine which tensors 
 (engine/weight_receiver.py). They are kept beside the served weights until all have arrived. Then they are checked,
 exchanged and verified (`weight_replacement.serve_received`). So a trainer that fails in the middle changes nothing.
 
-An update that was started explicitly ends when the trainer says so, and lacks nothing then. Otherwise it ends by itself
-with the last weight of the model.
+An update that was started explicitly ends when the trainer says so, and must be complete then. Otherwise it ends by
+itself with the last weight of the model.
 
 While generation is paused, new requests wait. Those in flight are aborted, finish first, or are suspended in the engine
 and continue afterwards, with the weights that serve then.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Literal
+from typing import Literal, cast
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.errors import Fp8ServeError
@@ -28,26 +28,39 @@ Transfer = Callable[[EngineClient], Awaitable[None]]
 
 async def start_update(model: ServedModel) -> None:
     """Begins an update, and drops tensors of an earlier one."""
-    await call_engine(model, lambda engine: engine.discard_received_weights())
-    model.has_open_update = True
+    engine = model.resolve().engine
+    await _call(engine, lambda engine: engine.discard_received_weights())
+    model.updated_engine = engine
 
 
-async def receive(model: ServedModel, transfer: Transfer, seconds: float, label: str | None) -> ServedWeights | None:
-    """Receives tensors. Serves them if they complete an update that was not started explicitly; returns None if not.
-    Requests in flight have `seconds` to finish."""
+async def join_group(model: ServedModel, address: dict[str, str | int | None], seconds: float) -> None:
+    """Joins a trainer's process group. An update that another trainer has started ends, because its tensors are
+    dropped."""
+    await call_engine(model, lambda engine: engine.join_group(address, seconds))
+    model.updated_engine = None
+
+
+async def receive(
+    model: ServedModel, transfer: Transfer, seconds: float, label: str | None, *, waits_for_finish: bool
+) -> ServedWeights | None:
+    """Receives tensors. Serves them if they complete the update; returns None if not. With `waits_for_finish`, an
+    update that was started explicitly is only served by `finish_update`. Requests in flight have `seconds` to
+    finish."""
     refuse_if_adapted(model)
-    await call_engine(model, transfer)
-    if model.has_open_update:
+    engine = model.resolve().engine
+    await _call(engine, transfer)
+    if waits_for_finish and model.updated_engine is engine:
         return None
     return await serve_received(model, seconds, label, allow_incomplete=True)
 
 
-async def finish_update(model: ServedModel, seconds: float, label: str | None) -> ServedWeights | None:
-    """Serves the weights of an update that was started. Does nothing if it has ended by itself."""
-    if not model.has_open_update:
-        return None
-    model.has_open_update = False
-    return await serve_received(model, seconds, label)
+async def finish_update(model: ServedModel, seconds: float, label: str | None) -> ServedWeights:
+    """Serves the weights of an update that was started. Raises Fault 409 if none was, or if its engine has ended."""
+    is_open = model.updated_engine is model.resolve().engine
+    model.updated_engine = None
+    if not is_open:
+        raise Fault(Code.LOAD_FAILED, "No update was started, so the weights are those from before.")
+    return cast(ServedWeights, await serve_received(model, seconds, label))
 
 
 async def pause(model: ServedModel, mode: PauseMode, generations: Iterable[Generation]) -> None:

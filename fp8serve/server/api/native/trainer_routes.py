@@ -49,17 +49,17 @@ class ServerInfo(ResponseModel):
     vllm_config: JsonObject
 
 
-async def _receive(state: ServerState, transfer: Transfer, label: str | None) -> str:
+async def _receive(state: ServerState, transfer: Transfer, label: str | None, *, waits_for_finish: bool) -> str:
     """Receives tensors of the default model. Returns a sentence that says whether they are served."""
-    model = state.models.default
-    change = trainer.receive(model, transfer, state.settings.drain_seconds, label)
+    model, seconds = state.models.default, state.settings.drain_seconds
+    change = trainer.receive(model, transfer, seconds, label, waits_for_finish=waits_for_finish)
     served = await state.model_loader.run_to_completion(change, f"receive weights of the model {model.name}")
     return "The tensors have arrived." if served is None else f"The weights {served.weight_version} are served."
 
 
 async def _join(state: ServerState, address: dict[str, str | int | None]) -> None:
     seconds = state.settings.transfer_seconds
-    change = trainer.call_engine(state.models.default, lambda engine: engine.join_group(address, seconds))
+    change = trainer.join_group(state.models.default, address, seconds)
     await state.model_loader.run_to_completion(change, "join a trainer's process group")
 
 
@@ -140,17 +140,16 @@ async def update_weights(body: bodies.UpdateWeightsBody, state: StateDep) -> Mes
         else:
             await engine.read_shared_weights(shared, info.infos)
 
-    return Message(message=await _receive(state, transfer, body.weight_version))
+    return Message(message=await _receive(state, transfer, body.weight_version, waits_for_finish=True))
 
 
 @router.post("/finish_weight_update", summary="Serve the weights of an update (vLLM)")
 async def finish_weight_update(state: StateDep, body: bodies.FinishUpdateBody | None = None) -> Message:
-    """Checks the tensors that have arrived since `/start_weight_update` and serves them."""
+    """Checks the tensors that have arrived since `/start_weight_update` and serves them. Responds with a 409 if no
+    update was started, or if the last one has ended or failed."""
     label, model = None if body is None else body.weight_version, state.models.default
     change = trainer.finish_update(model, state.settings.drain_seconds, label)
     served = await state.model_loader.run_to_completion(change, f"serve weights of the model {model.name}")
-    if served is None:
-        return Message(message="No update was started.")
     return Message(message=f"The weights {served.weight_version} are served.")
 
 
@@ -223,9 +222,11 @@ async def update_weights_from_distributed(body: bodies.DistributedUpdateBody, st
     model = state.models.default
     if body.abort_all_requests:
         await trainer.abort_requests(model, list(state.active))
-    message = await _receive(
-        state, lambda engine: engine.receive_weights(group, body.infos, packed_bytes, seconds), body.weight_version
-    )
+
+    async def transfer(engine: EngineClient) -> None:
+        await engine.receive_weights(group, body.infos, packed_bytes, seconds)
+
+    message = await _receive(state, transfer, body.weight_version, waits_for_finish=False)
     return Result(message=message)
 
 
