@@ -17,7 +17,7 @@ from fp8serve.server.serving.trainer import PauseMode, Transfer
 
 router = APIRouter(tags=["trainers"], route_class=BoundedRoute)
 GROUP = "weight_transfer"  # the name of vLLM's only group
-WHOLE = 1 << 62  # more bytes than any packed broadcast
+ONE_BROADCAST = 1 << 62  # more bytes than any packed broadcast
 SGLANG_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
@@ -89,7 +89,11 @@ async def server_info(state: StateDep) -> ServerInfo:
                 "max_model_len": served.engine.limits.max_model_len,
                 "logprobs_mode": "raw_logprobs",
             },
-            "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+            "parallel_config": {
+                "tensor_parallel_size": served.source.options.tensor_parallel,
+                "pipeline_parallel_size": 1,
+                "data_parallel_size": 1,
+            },
             "weight_transfer_config": {"backend": "nccl"},
             "lora_config": None,
         }
@@ -218,7 +222,7 @@ async def update_weights_from_distributed(body: bodies.DistributedUpdateBody, st
     what they have generated before complete weights are exchanged; otherwise they finish first.
     """
     group, seconds = body.group_name, state.settings.transfer_seconds
-    packed_bytes = None if body.load_format is None else WHOLE
+    packed_bytes = None if body.load_format is None else ONE_BROADCAST
     model = state.models.default
     if body.abort_all_requests:
         await trainer.abort_requests(model, list(state.active))
