@@ -110,7 +110,9 @@ class WeightReceiver:
         self._device = device
         self._groups: dict[str, _Group] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._lock = threading.Lock()
+        self._drops = self._drops_at_take = 0  # how often the tensors of an update were dropped
+        self._lock = threading.Lock()  # held during a transfer
+        self._state_lock = threading.RLock()  # of `_tensors`, because `put_back` does not wait for a transfer
 
     def join(self, address: GroupAddress, seconds: float) -> None:
         """Joins a group, instead of an earlier one of the same name. Raises GroupError if it cannot connect."""
@@ -122,7 +124,7 @@ class WeightReceiver:
                 "engine's rank must be between them."
             )
         with self._transfer(address.name):
-            self._tensors = {}
+            self._drop()
             self._groups.pop(address.name, None)
             self._groups[address.name] = _connect_within(seconds, lambda: self._connect(address, seconds))
 
@@ -130,7 +132,7 @@ class WeightReceiver:
         """Leaves a group and drops the tensors that have arrived. Does nothing if there is no such group."""
         with self._transfer(name):
             self._groups.pop(name, None)
-            self._tensors = {}
+            self._drop()
 
     def receive(self, group: str, infos: Sequence[TensorInfo], packed_bytes: int | None, seconds: float) -> None:
         """Receives tensors that rank 0 of the group broadcasts. With `packed_bytes`, of this call or of the
@@ -163,23 +165,34 @@ class WeightReceiver:
 
     def take(self) -> dict[str, Tensor]:
         """Returns the tensors that have arrived and forgets them. Raises RequestError during a transfer."""
-        with self._transfer(None):
+        with self._transfer(None), self._state_lock:
             tensors, self._tensors = self._tensors, {}
+            self._drops_at_take = self._drops
             return tensors
 
     def discard(self) -> None:
         """Drops the tensors that have arrived. Raises RequestError during a transfer."""
-        self.take()
+        with self._transfer(None):
+            self._drop()
 
     def put_back(self, tensors: dict[str, Tensor]) -> None:
-        """Keeps tensors that `take` returned, because others are still missing."""
-        self._tensors = tensors | self._tensors
+        """Keeps tensors that `take` returned, because others are still missing. Drops them if their update has ended
+        since: because it failed, or because another one has begun."""
+        with self._state_lock:
+            if self._drops == self._drops_at_take and tensors.keys().isdisjoint(self._tensors):
+                self._tensors = tensors | self._tensors
 
     def _add(self, tensors: dict[str, Tensor]) -> None:
         """Adds tensors that arrived. A name that has arrived before begins another update."""
-        if not tensors.keys().isdisjoint(self._tensors):
+        with self._state_lock:
+            if not tensors.keys().isdisjoint(self._tensors):
+                self._drop()
+            self._tensors |= tensors
+
+    def _drop(self) -> None:
+        with self._state_lock:
             self._tensors = {}
-        self._tensors |= tensors
+            self._drops += 1
 
     @contextmanager
     def _transfer(self, group: str | None) -> Iterator[None]:
@@ -189,7 +202,7 @@ class WeightReceiver:
         try:
             yield
         except BaseException as error:
-            self._tensors = {}
+            self._drop()
             self._groups.pop(group or "", None)
             if isinstance(error, RuntimeError | MemoryError):  # of torch, which has no class of its own for these
                 raise GroupError(f"The transfer failed: {one_line(error)}.") from None

@@ -141,6 +141,35 @@ def test_one_transfer_runs_at_a_time(receiver: WeightReceiver) -> None:
     assert receiver.take() == {}
 
 
+@pytest.mark.parametrize(
+    ("event", "kept"),
+    [("none", "ab"), ("more arrive", "abc"), ("a name arrives again", "a"), ("discard", ""), ("leave", ""),
+     ("a transfer fails", "")],
+)  # fmt: skip
+def test_tensors_are_put_back_if_their_update_goes_on(receiver: WeightReceiver, event: str, kept: str) -> None:
+    def arrive(names: str, number: float) -> None:
+        tensors = {name: torch.tensor(number) for name in names}
+        with shared(tensors) as memory:
+            receiver.read_shared(memory, infos_of(tensors))
+
+    arrive("ab", 0.0)
+    taken = receiver.take()
+    if event == "more arrive":
+        arrive("c", 0.0)
+    if event == "a name arrives again":
+        arrive("a", 1.0)
+    if event == "discard":
+        receiver.discard()
+    if event == "leave":
+        receiver.leave("w")
+    if event == "a transfer fails":
+        with pytest.raises(RequestError, match="cannot be opened"):
+            receiver.read_shared("nothing", [])
+    receiver.put_back(taken)
+    expected = 1.0 if event == "a name arrives again" else 0.0
+    assert_equal(receiver.take(), {name: torch.tensor(expected) for name in kept})
+
+
 def test_tensors_are_copied_from_shared_memory(receiver: WeightReceiver) -> None:
     with shared(TENSORS) as name:
         receiver.read_shared(f"/{name}", infos_of(TENSORS))

@@ -12,7 +12,7 @@ and continue afterwards, with the weights that serve then.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Literal, cast
+from typing import Literal
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.errors import Fp8ServeError
@@ -20,7 +20,12 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.served_model import ServedModel
 from fp8serve.server.serving.served_weights import ServedWeights
-from fp8serve.server.serving.weight_replacement import refuse_if_adapted, serve_received, wait_until_idle
+from fp8serve.server.serving.weight_replacement import (
+    abort_requests,
+    refuse_if_adapted,
+    serve_received,
+    wait_until_idle,
+)
 
 PauseMode = Literal["abort", "wait", "keep"]
 Transfer = Callable[[EngineClient], Awaitable[None]]
@@ -41,26 +46,32 @@ async def join_group(model: ServedModel, address: dict[str, str | int | None], s
 
 
 async def receive(
-    model: ServedModel, transfer: Transfer, seconds: float, label: str | None, *, waits_for_finish: bool
+    model: ServedModel,
+    transfer: Transfer,
+    seconds: float,
+    label: str | None,
+    *,
+    waits_for_finish: bool = True,
+    to_abort: Iterable[Generation] | None = None,
 ) -> ServedWeights | None:
     """Receives tensors. Serves them if they complete the update; returns None if not. With `waits_for_finish`, an
-    update that was started explicitly is only served by `finish_update`. Requests in flight have `seconds` to
-    finish."""
+    update that was started explicitly is only served by `finish_update`. Requests in flight have `seconds` to finish,
+    or are aborted if `to_abort` has those of all models."""
     refuse_if_adapted(model)
     engine = model.resolve().engine
     await _call(engine, transfer)
     if waits_for_finish and model.updated_engine is engine:
         return None
-    return await serve_received(model, seconds, label, allow_incomplete=True)
+    return await serve_received(model, seconds, label, allow_incomplete=True, to_abort=to_abort)
 
 
-async def finish_update(model: ServedModel, seconds: float, label: str | None) -> ServedWeights:
+async def finish_update(model: ServedModel, seconds: float, label: str | None) -> ServedWeights | None:
     """Serves the weights of an update that was started. Raises Fault 409 if none was, or if its engine has ended."""
     is_open = model.updated_engine is model.resolve().engine
     model.updated_engine = None
     if not is_open:
         raise Fault(Code.LOAD_FAILED, "No update was started, so the weights are those from before.")
-    return cast(ServedWeights, await serve_received(model, seconds, label))
+    return await serve_received(model, seconds, label)
 
 
 async def pause(model: ServedModel, mode: PauseMode, generations: Iterable[Generation]) -> None:
@@ -83,15 +94,6 @@ async def pause(model: ServedModel, mode: PauseMode, generations: Iterable[Gener
         model.is_paused = False
         model.release()
         raise
-
-
-async def abort_requests(model: ServedModel, generations: Iterable[Generation]) -> None:
-    """Ends the requests in flight with what they have generated. `generations` are those of all models."""
-    engine = model.resolve().engine
-    for generation in generations:
-        if generation.served.engine is engine:
-            generation.was_paused = True
-    await _call(engine, lambda engine: engine.abort_requests())
 
 
 async def resume(model: ServedModel) -> None:

@@ -241,6 +241,23 @@ async def test_aborted_requests_return_what_they_have_generated(start: Start, st
         assert (await complete(server)).status_code == 200
 
 
+async def test_requests_are_aborted_only_before_complete_weights_are_exchanged(start: Start) -> None:
+    class Aborting(Engine):
+        async def swap_weights(self) -> None:
+            self.aborts = False  # the requests that ran have ended
+            await super().swap_weights()
+
+    tensors = {"dtypes": ["float32"], "shapes": [[]], "abort_all_requests": True}
+    async with start(Launcher(lambda: Aborting(delay=0.01))) as server:
+        engine, running = server.launcher.engine, asyncio.create_task(complete(server, 400))
+        await eventually(lambda: engine.running)
+        await post(server, "/update_weights_from_distributed", tensors | {"names": ["a"]})
+        assert (engine.aborts, running.done()) == (False, False)
+        await post(server, "/update_weights_from_distributed", tensors | {"names": ["b"]})
+        assert (await running).json()["choices"][0]["finish_reason"] == "abort"
+        assert len(engine.swaps) == 1
+
+
 async def test_a_pause_may_wait_for_requests_under_way(start: Start) -> None:
     async with start(Launcher(lambda: Engine(delay=0.01))) as server:
         running = asyncio.create_task(complete(server, 60))

@@ -4,7 +4,8 @@ They have the names and fields of vLLM and of SGLang, so that trainers which sam
 They are about the default model.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Coroutine
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 
@@ -13,7 +14,8 @@ from fp8serve.server.api.routing import BoundedRoute, JsonObject, ResponseModel,
 from fp8serve.server.schemas import trainer_bodies as bodies
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving import trainer
-from fp8serve.server.serving.trainer import PauseMode, Transfer
+from fp8serve.server.serving.served_weights import ServedWeights
+from fp8serve.server.serving.trainer import PauseMode
 
 router = APIRouter(tags=["trainers"], route_class=BoundedRoute)
 GROUP = "weight_transfer"  # the name of vLLM's only group
@@ -49,11 +51,11 @@ class ServerInfo(ResponseModel):
     vllm_config: JsonObject
 
 
-async def _receive(state: ServerState, transfer: Transfer, label: str | None, *, waits_for_finish: bool) -> str:
-    """Receives tensors of the default model. Returns a sentence that says whether they are served."""
-    model, seconds = state.models.default, state.settings.drain_seconds
-    change = trainer.receive(model, transfer, seconds, label, waits_for_finish=waits_for_finish)
-    served = await state.model_loader.run_to_completion(change, f"receive weights of the model {model.name}")
+async def _run(state: ServerState, change: Coroutine[Any, Any, ServedWeights | None]) -> str:
+    """Runs an update of the default model's weights. Returns a sentence that says whether they are served."""
+    served = await state.model_loader.run_to_completion(
+        change, f"receive weights of the model {state.models.default.name}"
+    )
     return "The tensors have arrived." if served is None else f"The weights {served.weight_version} are served."
 
 
@@ -64,7 +66,7 @@ async def _join(state: ServerState, address: dict[str, str | int | None]) -> Non
 
 
 async def _pause(state: ServerState, mode: PauseMode) -> None:
-    change = trainer.pause(state.models.default, mode, list(state.active))
+    change = trainer.pause(state.models.default, mode, state.active)
     await state.model_loader.run_to_completion(change, "pause generation")
 
 
@@ -144,7 +146,8 @@ async def update_weights(body: bodies.UpdateWeightsBody, state: StateDep) -> Mes
         else:
             await engine.read_shared_weights(shared, info.infos)
 
-    return Message(message=await _receive(state, transfer, body.weight_version, waits_for_finish=True))
+    change = trainer.receive(state.models.default, transfer, state.settings.drain_seconds, body.weight_version)
+    return Message(message=await _run(state, change))
 
 
 @router.post("/finish_weight_update", summary="Serve the weights of an update (vLLM)")
@@ -153,8 +156,7 @@ async def finish_weight_update(state: StateDep, body: bodies.FinishUpdateBody | 
     update was started, or if the last one has ended or failed."""
     label, model = None if body is None else body.weight_version, state.models.default
     change = trainer.finish_update(model, state.settings.drain_seconds, label)
-    served = await state.model_loader.run_to_completion(change, f"serve weights of the model {model.name}")
-    return Message(message=f"The weights {served.weight_version} are served.")
+    return Message(message=await _run(state, change))
 
 
 @router.post("/pause", summary="Pause generation (vLLM)")
@@ -223,15 +225,16 @@ async def update_weights_from_distributed(body: bodies.DistributedUpdateBody, st
     """
     group, seconds = body.group_name, state.settings.transfer_seconds
     packed_bytes = None if body.load_format is None else ONE_BROADCAST
-    model = state.models.default
-    if body.abort_all_requests:
-        await trainer.abort_requests(model, list(state.active))
+    to_abort = state.active if body.abort_all_requests else None
 
     async def transfer(engine: EngineClient) -> None:
         await engine.receive_weights(group, body.infos, packed_bytes, seconds)
 
-    message = await _receive(state, transfer, body.weight_version, waits_for_finish=False)
-    return Result(message=message)
+    change = trainer.receive(
+        state.models.default, transfer, state.settings.drain_seconds, body.weight_version, waits_for_finish=False,
+        to_abort=to_abort,
+    )  # fmt: skip
+    return Result(message=await _run(state, change))
 
 
 @router.post("/pause_generation", summary="Pause generation (SGLang)")
