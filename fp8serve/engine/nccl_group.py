@@ -7,6 +7,7 @@ and add up one number, with which vLLM warms the group up. The library is the on
 import ctypes
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fp8serve.model.formats.restricted_pickle import Call, read_pickle
 
 ID_KEY = "broadcast_from/0/0"
 ID_BYTES = 128
+MAX_VALUES = 64  # of the pickle that are looked at; that of vLLM has fewer
 POLL_SECONDS = 0.001
 _UINT8, _FLOAT32, _SUM = 1, 7, 0  # of nccl.h
 
@@ -73,7 +75,8 @@ class NcclGroup:
 def read_id(data: bytes) -> bytes:
     """Returns NCCL's id of a group from the pickle of vLLM's `ncclUniqueId`. Raises GroupError if it is another."""
     try:
-        candidates = [value for value in _values(read_pickle(data), depth=4) if isinstance(value, bytes)]
+        values = islice(_values(read_pickle(data), depth=4), MAX_VALUES)
+        candidates = [value for value in values if isinstance(value, bytes)]
     except ScalesError:
         candidates = []
     if [len(value) for value in candidates] != [ID_BYTES]:

@@ -30,9 +30,21 @@ class Hostile:
         return os._exit, (3,)
 
 
+def of_a_trillion_values() -> bytes:
+    """Returns a pickle of 8 kB."""
+    value: Any = 1
+    for _ in range(4):
+        value = (value,) * 1000
+    return pickle.dumps(value)
+
+
 @pytest.mark.parametrize(
-    "data", [b"", b"nonsense", pickle.dumps(Hostile()), pickle.dumps(IDENTITY[1:]), pickle.dumps((IDENTITY, IDENTITY))]
-)
+    "data",
+    [
+        b"", b"nonsense", pickle.dumps(Hostile()), pickle.dumps(IDENTITY[1:]), pickle.dumps((IDENTITY, IDENTITY)),
+        pytest.param(of_a_trillion_values(), id="a trillion values"),
+    ],
+)  # fmt: skip
 def test_other_data_are_refused_and_not_run(data: bytes) -> None:
     with pytest.raises(GroupError, match="The trainer's store holds no id of an NCCL group"):
         read_id(data)
