@@ -34,18 +34,28 @@ class NcclGroup:
         self._nccl = ctypes.CDLL("libnccl.so.2")
         self._device, self._comm = device, ctypes.c_void_p()
         identity = _UniqueId.from_buffer_copy(read_id(store.get(ID_KEY)))
-        with torch.cuda.device(device):
-            self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), world_size, identity, rank))
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        number = torch.zeros(1, device=device)
-        self._call("ncclAllReduce", number, _FLOAT32, _SUM)
-        self._wait(time.monotonic() + seconds)
+        try:
+            with torch.cuda.device(device):
+                self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), world_size, identity, rank))
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            number = torch.zeros(1, device=device)
+            self._call("ncclAllReduce", number, _FLOAT32, _SUM)
+            self._wait(time.monotonic() + seconds)
+        except BaseException:
+            self.close()
+            raise
 
     def broadcast(self, content: Tensor, deadline: float) -> None:
         """Fills `content`, uint8 [N], with what rank 0 broadcasts. Raises GroupError after the deadline, on the
         monotonic clock; the group then cannot be used any more."""
         self._call("ncclBroadcast", content, _UINT8, 0)
         self._wait(deadline)
+
+    def close(self) -> None:
+        """Leaves the group and frees its memory. Does nothing the second time."""
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm.value is not None:
+            self._nccl.ncclCommAbort(comm)
 
     def _call(self, name: str, tensor: Tensor, dtype: int, option: int) -> None:
         """Starts a collective on `tensor`, in place. `option` is the rank that sends, or the reduction."""
@@ -62,7 +72,7 @@ class NcclGroup:
         while not self._stream.query():
             self._check(self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(status)))
             if status.value or time.monotonic() > deadline:
-                self._nccl.ncclCommAbort(self._comm)
+                self.close()
                 raise GroupError("The weights did not arrive in time, and the group was left.")
             time.sleep(POLL_SECONDS)
 

@@ -1,8 +1,8 @@
 """Receives tensors from a trainer: by broadcasts in a process group, or from shared memory.
 
-    group     rank 0 is the trainer, which opens the port of the store; the engine only connects. `rendezvous` says
-              how they form the group: as torch.distributed does (SGLang's trainers), or as vLLM does, which on GPUs
-              uses NCCL directly (nccl_group.py)
+    group     rank 0 is the trainer, which opens the port of the store, to which the engine connects; gloo and NCCL
+              also listen on ports of their own. `rendezvous` says how they form the group: as torch.distributed does
+              (SGLang's trainers), or as vLLM does, which on GPUs uses NCCL directly (nccl_group.py)
     packed    vLLM's packed broadcasts: the bytes of consecutive tensors, until they exceed a size
     shared    a POSIX shared memory of the trainer with the bytes of all tensors, one after the other, without gaps
 
@@ -18,6 +18,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,10 +91,15 @@ class _TorchGroup:
         work = self._backend.broadcast([content], options)
         while content.is_cuda and not work.is_completed():
             if time.monotonic() > deadline:
-                self._backend.abort()
+                self.close()
                 raise GroupError("The weights did not arrive in time, and the group was left.")
             time.sleep(POLL_SECONDS)
         work.wait(options.timeout)
+
+    def close(self) -> None:
+        """Leaves the group. Does nothing the second time. One of gloo ends with its last reference."""
+        if self._backend.name() == "nccl":
+            self._backend.abort()
 
 
 @dataclass(frozen=True)
@@ -125,13 +131,13 @@ class WeightReceiver:
             )
         with self._transfer(address.name):
             self._drop()
-            self._groups.pop(address.name, None)
+            self._leave(address.name)
             self._groups[address.name] = _connect_within(seconds, lambda: self._connect(address, seconds))
 
     def leave(self, name: str) -> None:
         """Leaves a group and drops the tensors that have arrived. Does nothing if there is no such group."""
         with self._transfer(name):
-            self._groups.pop(name, None)
+            self._leave(name)
             self._drop()
 
     def receive(self, group: str, infos: Sequence[TensorInfo], packed_bytes: int | None, seconds: float) -> None:
@@ -203,12 +209,16 @@ class WeightReceiver:
             yield
         except BaseException as error:
             self._drop()
-            self._groups.pop(group or "", None)
+            self._leave(group or "")
             if isinstance(error, RuntimeError | MemoryError):  # of torch, which has no class of its own for these
                 raise GroupError(f"The transfer failed: {one_line(error)}.") from None
             raise
         finally:
             self._lock.release()
+
+    def _leave(self, name: str) -> None:
+        if (group := self._groups.pop(name, None)) is not None:
+            group.members.close()
 
     def _connect(self, address: GroupAddress, seconds: float) -> _Group:
         timeout = timedelta(seconds=seconds)
@@ -225,22 +235,26 @@ class WeightReceiver:
 def _connect_within(seconds: float, connect: Callable[[], _Group]) -> _Group:
     """Returns the result of `connect`. Raises GroupError after `seconds` and leaves its thread behind: torch and NCCL
     wait without a deadline for a process that accepts the connection and says nothing."""
-    results: list[_Group | Exception] = []
+    future = Future[_Group]()
 
     def run() -> None:
         try:
-            results.append(connect())
+            future.set_result(connect())
         except Exception as error:
-            results.append(error)
+            future.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    if not results:
+    if not future.done():
+        future.add_done_callback(_close_late)
         raise GroupError(f"The process group was not complete after {seconds:g} seconds.")
-    if isinstance(results[0], Exception):
-        raise results[0]
-    return results[0]
+    return future.result()
+
+
+def _close_late(future: Future[_Group]) -> None:
+    if future.exception() is None:
+        future.result().members.close()
 
 
 def _check(infos: Iterable[TensorInfo]) -> None:

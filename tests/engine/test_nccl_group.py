@@ -4,6 +4,7 @@ import ctypes
 import os
 import pickle
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,16 @@ def test_other_data_are_refused_and_not_run(data: bytes) -> None:
         read_id(data)
 
 
+def test_a_group_is_left_once() -> None:
+    left: list[int] = []
+    group = NcclGroup.__new__(NcclGroup)
+    group._nccl = SimpleNamespace(ncclCommAbort=lambda comm: left.append(comm.value))  # type: ignore[assignment]
+    group._comm = ctypes.c_void_p(7)
+    group.close()
+    group.close()
+    assert left == [7]
+
+
 @pytest.mark.gpu
 def test_a_group_of_one_process_broadcasts_on_a_gpu() -> None:
     device, identity = torch.device("cuda", torch.cuda.current_device()), ncclUniqueId()
@@ -61,3 +72,5 @@ def test_a_group_of_one_process_broadcasts_on_a_gpu() -> None:
     content = torch.arange(100, dtype=torch.uint8, device=device)
     group.broadcast(content, time.monotonic() + 600)
     assert content.tolist() == list(range(100))
+    group.close()
+    group.close()  # changes nothing
