@@ -21,6 +21,7 @@ message (`describe_error`, `to_exception`).
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -35,6 +36,7 @@ from fp8serve.errors import Fp8ServeError
 
 FRAME = struct.Struct("!QQ")  # the length of the JSON head and the length of the body, in bytes
 Head = dict[str, Any]
+_PLACE_IN_GROUP = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)")
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
@@ -49,6 +51,12 @@ def module_path() -> str:
         if not sys.flags.safe_path and sys.path[0] == os.getcwd():
             return os.pathsep.join(filter(None, sys.path[1:]))
     return os.pathsep.join(filter(None, sys.path))
+
+
+def environment_without_group() -> dict[str, str]:
+    """Returns the environment of this process without the variables with which torchrun tells it its place in a group,
+    for a child process that does not belong to the group."""
+    return {name: value for name, value in os.environ.items() if not _PLACE_IN_GROUP.fullmatch(name)}
 
 
 @contextlib.contextmanager

@@ -351,7 +351,7 @@ class Engine:
         Requests may be running. Raises RequestError if this engine's adapters or options rule out an exchange, and
         ModelError, ScalesError or MachineError if these weights cannot be used.
         """
-        self._check_can_swap()
+        self.check_can_swap()
         self._staged = None  # frees the memory of weights that were staged before
         self._staged = loading.stage_weights(Path(directory), self.loaded, self.weights_version + 1)
 
@@ -362,7 +362,7 @@ class Engine:
         Raises the errors of `stage_weights`. The tensors are then dropped.
         """
         tensors = self.receiver.take()
-        self._check_can_swap()
+        self.check_can_swap()
         self._staged = None  # frees the memory of weights that were staged before
         try:
             self._staged = stage_tensors(tensors, self.loaded, self.weights_version + 1)
@@ -381,7 +381,7 @@ class Engine:
         RequestError if no weights are staged or requests are running.
         """
         self._finish_steps()
-        self._check_can_swap()
+        self.check_can_swap()
         if self._staged is None:
             raise RequestError("No weights are staged; call stage_weights first.")
         staged, self._staged = self._staged, None
@@ -394,8 +394,9 @@ class Engine:
         """Frees the memory of the staged weights."""
         self._staged = None
 
-    def _check_can_swap(self) -> None:
-        """Raises RequestError if adapters, scales or a saved cache of this engine belong to the served weights."""
+    def check_can_swap(self) -> None:
+        """Raises RequestError if this engine has several processes, or if its adapters, scales or saved cache belong to
+        the served weights."""
         self._check_one_process()
         if self.adapters.by_name:
             raise RequestError(

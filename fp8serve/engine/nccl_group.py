@@ -7,6 +7,7 @@ and add up one number, with which vLLM warms the group up. The library is the on
 import ctypes
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fp8serve.model.formats.restricted_pickle import Call, read_pickle
 
 ID_KEY = "broadcast_from/0/0"
 ID_BYTES = 128
+MAX_VALUES = 64  # of the pickle that are looked at; that of vLLM has fewer
 POLL_SECONDS = 0.001
 _UINT8, _FLOAT32, _SUM = 1, 7, 0  # of nccl.h
 
@@ -32,18 +34,28 @@ class NcclGroup:
         self._nccl = ctypes.CDLL("libnccl.so.2")
         self._device, self._comm = device, ctypes.c_void_p()
         identity = _UniqueId.from_buffer_copy(read_id(store.get(ID_KEY)))
-        with torch.cuda.device(device):
-            self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), world_size, identity, rank))
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        number = torch.zeros(1, device=device)
-        self._call("ncclAllReduce", number, _FLOAT32, _SUM)
-        self._wait(time.monotonic() + seconds)
+        try:
+            with torch.cuda.device(device):
+                self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), world_size, identity, rank))
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            number = torch.zeros(1, device=device)
+            self._call("ncclAllReduce", number, _FLOAT32, _SUM)
+            self._wait(time.monotonic() + seconds)
+        except BaseException:
+            self.close()
+            raise
 
     def broadcast(self, content: Tensor, deadline: float) -> None:
         """Fills `content`, uint8 [N], with what rank 0 broadcasts. Raises GroupError after the deadline, on the
         monotonic clock; the group then cannot be used any more."""
         self._call("ncclBroadcast", content, _UINT8, 0)
         self._wait(deadline)
+
+    def close(self) -> None:
+        """Leaves the group and frees its memory. Does nothing the second time."""
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm.value is not None:
+            self._nccl.ncclCommAbort(comm)
 
     def _call(self, name: str, tensor: Tensor, dtype: int, option: int) -> None:
         """Starts a collective on `tensor`, in place. `option` is the rank that sends, or the reduction."""
@@ -60,7 +72,7 @@ class NcclGroup:
         while not self._stream.query():
             self._check(self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(status)))
             if status.value or time.monotonic() > deadline:
-                self._nccl.ncclCommAbort(self._comm)
+                self.close()
                 raise GroupError("The weights did not arrive in time, and the group was left.")
             time.sleep(POLL_SECONDS)
 
@@ -73,7 +85,8 @@ class NcclGroup:
 def read_id(data: bytes) -> bytes:
     """Returns NCCL's id of a group from the pickle of vLLM's `ncclUniqueId`. Raises GroupError if it is another."""
     try:
-        candidates = [value for value in _values(read_pickle(data), depth=4) if isinstance(value, bytes)]
+        values = islice(_values(read_pickle(data), depth=4), MAX_VALUES)
+        candidates = [value for value in values if isinstance(value, bytes)]
     except ScalesError:
         candidates = []
     if [len(value) for value in candidates] != [ID_BYTES]:

@@ -1,8 +1,8 @@
 """Receives tensors from a trainer: by broadcasts in a process group, or from shared memory.
 
-    group     rank 0 is the trainer, which opens the port of the store; the engine only connects. `rendezvous` says
-              how they form the group: as torch.distributed does (SGLang's trainers), or as vLLM does, which on GPUs
-              uses NCCL directly (nccl_group.py)
+    group     rank 0 is the trainer, which opens the port of the store, to which the engine connects; gloo and NCCL
+              also listen on ports of their own. `rendezvous` says how they form the group: as torch.distributed does
+              (SGLang's trainers), or as vLLM does, which on GPUs uses NCCL directly (nccl_group.py)
     packed    vLLM's packed broadcasts: the bytes of consecutive tensors, until they exceed a size
     shared    a POSIX shared memory of the trainer with the bytes of all tensors, one after the other, without gaps
 
@@ -18,6 +18,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,10 +91,15 @@ class _TorchGroup:
         work = self._backend.broadcast([content], options)
         while content.is_cuda and not work.is_completed():
             if time.monotonic() > deadline:
-                self._backend.abort()
+                self.close()
                 raise GroupError("The weights did not arrive in time, and the group was left.")
             time.sleep(POLL_SECONDS)
         work.wait(options.timeout)
+
+    def close(self) -> None:
+        """Leaves the group. Does nothing the second time. One of gloo ends with its last reference."""
+        if self._backend.name() == "nccl":
+            self._backend.abort()
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,9 @@ class WeightReceiver:
         self._device = device
         self._groups: dict[str, _Group] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._lock = threading.Lock()
+        self._drops = self._drops_at_take = 0  # how often the tensors of an update were dropped
+        self._lock = threading.Lock()  # held during a transfer
+        self._state_lock = threading.RLock()  # of `_tensors`, because `put_back` does not wait for a transfer
 
     def join(self, address: GroupAddress, seconds: float) -> None:
         """Joins a group, instead of an earlier one of the same name. Raises GroupError if it cannot connect."""
@@ -122,15 +130,15 @@ class WeightReceiver:
                 "engine's rank must be between them."
             )
         with self._transfer(address.name):
-            self._tensors = {}
-            self._groups.pop(address.name, None)
+            self._drop()
+            self._leave(address.name)
             self._groups[address.name] = _connect_within(seconds, lambda: self._connect(address, seconds))
 
     def leave(self, name: str) -> None:
         """Leaves a group and drops the tensors that have arrived. Does nothing if there is no such group."""
         with self._transfer(name):
-            self._groups.pop(name, None)
-            self._tensors = {}
+            self._leave(name)
+            self._drop()
 
     def receive(self, group: str, infos: Sequence[TensorInfo], packed_bytes: int | None, seconds: float) -> None:
         """Receives tensors that rank 0 of the group broadcasts. With `packed_bytes`, of this call or of the
@@ -163,23 +171,34 @@ class WeightReceiver:
 
     def take(self) -> dict[str, Tensor]:
         """Returns the tensors that have arrived and forgets them. Raises RequestError during a transfer."""
-        with self._transfer(None):
+        with self._transfer(None), self._state_lock:
             tensors, self._tensors = self._tensors, {}
+            self._drops_at_take = self._drops
             return tensors
 
     def discard(self) -> None:
         """Drops the tensors that have arrived. Raises RequestError during a transfer."""
-        self.take()
+        with self._transfer(None):
+            self._drop()
 
     def put_back(self, tensors: dict[str, Tensor]) -> None:
-        """Keeps tensors that `take` returned, because others are still missing."""
-        self._tensors = tensors | self._tensors
+        """Keeps tensors that `take` returned, because others are still missing. Drops them if their update has ended
+        since: because it failed, or because another one has begun."""
+        with self._state_lock:
+            if self._drops == self._drops_at_take and tensors.keys().isdisjoint(self._tensors):
+                self._tensors = tensors | self._tensors
 
     def _add(self, tensors: dict[str, Tensor]) -> None:
         """Adds tensors that arrived. A name that has arrived before begins another update."""
-        if not tensors.keys().isdisjoint(self._tensors):
+        with self._state_lock:
+            if not tensors.keys().isdisjoint(self._tensors):
+                self._drop()
+            self._tensors |= tensors
+
+    def _drop(self) -> None:
+        with self._state_lock:
             self._tensors = {}
-        self._tensors |= tensors
+            self._drops += 1
 
     @contextmanager
     def _transfer(self, group: str | None) -> Iterator[None]:
@@ -189,13 +208,17 @@ class WeightReceiver:
         try:
             yield
         except BaseException as error:
-            self._tensors = {}
-            self._groups.pop(group or "", None)
+            self._drop()
+            self._leave(group or "")
             if isinstance(error, RuntimeError | MemoryError):  # of torch, which has no class of its own for these
                 raise GroupError(f"The transfer failed: {one_line(error)}.") from None
             raise
         finally:
             self._lock.release()
+
+    def _leave(self, name: str) -> None:
+        if (group := self._groups.pop(name, None)) is not None:
+            group.members.close()
 
     def _connect(self, address: GroupAddress, seconds: float) -> _Group:
         timeout = timedelta(seconds=seconds)
@@ -212,22 +235,26 @@ class WeightReceiver:
 def _connect_within(seconds: float, connect: Callable[[], _Group]) -> _Group:
     """Returns the result of `connect`. Raises GroupError after `seconds` and leaves its thread behind: torch and NCCL
     wait without a deadline for a process that accepts the connection and says nothing."""
-    results: list[_Group | Exception] = []
+    future = Future[_Group]()
 
     def run() -> None:
         try:
-            results.append(connect())
+            future.set_result(connect())
         except Exception as error:
-            results.append(error)
+            future.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    if not results:
+    if not future.done():
+        future.add_done_callback(_close_late)
         raise GroupError(f"The process group was not complete after {seconds:g} seconds.")
-    if isinstance(results[0], Exception):
-        raise results[0]
-    return results[0]
+    return future.result()
+
+
+def _close_late(future: Future[_Group]) -> None:
+    if future.exception() is None:
+        future.result().members.close()
 
 
 def _check(infos: Iterable[TensorInfo]) -> None:

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fp8serve.errors import ModelError, ScalesError
+from fp8serve.errors import IncompleteError, ModelError, ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.four_bit import pack_4bit_into
 from fp8serve.fp8.ops.packing import GROUP, RUN
@@ -44,7 +44,8 @@ def replace_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def check_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ModelError or ScalesError if `tensors` cannot replace the weights of `model`."""
+    """Raises ModelError or ScalesError if `tensors` cannot replace the weights of `model`; the ModelError is an
+    IncompleteError if weights are missing."""
     current, aliases = _current_tensors(model)
     _check_names(current, aliases, tensors)
     for name, tensor in current.items():
@@ -118,7 +119,7 @@ def _current_tensors(model: Model) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _check_names(current: Mapping[str, Tensor], aliases: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     if missing := sorted(current.keys() - tensors.keys()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"The new weights lack {missing[0]}{more}; provide all weights of the model.")
+        raise IncompleteError(f"The new weights lack {missing[0]}{more}; provide all weights of the model.")
     if unknown := sorted(tensors.keys() - current.keys() - aliases.keys()):
         raise ModelError(f"The model that is served has no {unknown[0]}; load weights of the same model.")
 

@@ -128,12 +128,12 @@ class Worker:
             "swap_weights": self._generative(NO_WEIGHTS, lambda e, m: e.swap_weights()),
             "discard_staged_weights": self._generative(NO_WEIGHTS, lambda e, m: e.discard_staged_weights()),
             "join_group": self._transfer(lambda r, m: r.join(GroupAddress(**m["address"]), m["seconds"])),
-            "leave_group": self._transfer(lambda r, m: r.leave(m["name"])),
+            "leave_group": self._transfer(lambda r, m: r.leave(m["name"]), checks=False),
             "receive_weights": self._transfer(
                 lambda r, m: r.receive(m["group"], _tensor_infos(m), m["packed_bytes"], m["seconds"])
             ),
             "read_shared_weights": self._transfer(lambda r, m: r.read_shared(m["name"], _tensor_infos(m))),
-            "discard_received_weights": self._transfer(lambda r, m: r.discard()),
+            "discard_received_weights": self._transfer(lambda r, m: r.discard(), checks=False),
             "stage_received_weights": self._generative(
                 NO_WEIGHTS, lambda e, m: e.stage_received_weights(m["allow_incomplete"])
             ),
@@ -249,9 +249,18 @@ class Worker:
 
         return command
 
-    def _transfer(self, call: Callable[[WeightReceiver, Message], None]) -> Callable[[Message], None]:
-        """Returns a command that runs `call` in a thread, which replies, while the engine continues to generate."""
-        transfer = self._generative(NO_WEIGHTS, lambda e, m: call(e.receiver, m))
+    def _transfer(
+        self, call: Callable[[WeightReceiver, Message], None], *, checks: bool = True
+    ) -> Callable[[Message], None]:
+        """Returns a command that runs `call` in a thread, which replies, while the engine continues to generate. With
+        `checks`, an engine whose weights cannot be exchanged refuses it, before gigabytes arrive."""
+
+        def call_receiver(engine: Engine, message: Message) -> None:
+            if checks:
+                engine.check_can_swap()
+            call(engine.receiver, message)
+
+        transfer = self._generative(NO_WEIGHTS, call_receiver)
 
         def run(message: Message) -> None:
             try:

@@ -365,7 +365,7 @@ def _open(model_dir: Path, path: Path, stored: Shards | None = None) -> Checkpoi
     shards = _with_parameter_names(shards, config)
     experts = config.experts if isinstance(config, ModelConfig) else None
     if experts is not None and experts.count * len(experts.layers) > len(shards):  # before a network is built
-        raise ModelError(
+        raise IncompleteError(
             f"{path}: config.json names {experts.count} experts in each of {len(experts.layers)} layers, and the files "
             f"hold only {len(shards)} tensors; config.json is wrong, or the checkpoint is incomplete."
         )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +256,21 @@ async def test_the_socket_is_private(model_dir: Path, tmp_path: Path, monkeypatc
 def test_the_client_imports_no_torch() -> None:
     code = "import sys, fp8serve.engine.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_weights_that_could_not_be_exchanged_are_refused_before_they_arrive(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    client = await EngineClient.start(model_dir, replace(OPTIONS, cache_dir=str(tmp_path)))
+    address = {"name": "g", "host": "127.0.0.1", "port": 1, "rank": 1, "world_size": 2, "backend": "gloo"}
+    tensors = [("model.norm.weight", "bfloat16", [64])]
+    transfers = (
+        client.join_group(address | {"rendezvous": "torch"}, PATIENCE),
+        client.receive_weights("g", tensors, None, PATIENCE),
+        client.read_shared_weights("x", tensors),
+    )
+    for transfer in transfers:
+        with pytest.raises(RequestError, match="Weights cannot be exchanged with cache_dir"):
+            await transfer
+    await client.leave_group("g")  # changes nothing
+    await client.close()

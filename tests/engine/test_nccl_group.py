@@ -4,6 +4,7 @@ import ctypes
 import os
 import pickle
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,12 +31,34 @@ class Hostile:
         return os._exit, (3,)
 
 
+def of_a_trillion_values() -> bytes:
+    """Returns a pickle of 8 kB."""
+    value: Any = 1
+    for _ in range(4):
+        value = (value,) * 1000
+    return pickle.dumps(value)
+
+
 @pytest.mark.parametrize(
-    "data", [b"", b"nonsense", pickle.dumps(Hostile()), pickle.dumps(IDENTITY[1:]), pickle.dumps((IDENTITY, IDENTITY))]
-)
+    "data",
+    [
+        b"", b"nonsense", pickle.dumps(Hostile()), pickle.dumps(IDENTITY[1:]), pickle.dumps((IDENTITY, IDENTITY)),
+        pytest.param(of_a_trillion_values(), id="a trillion values"),
+    ],
+)  # fmt: skip
 def test_other_data_are_refused_and_not_run(data: bytes) -> None:
     with pytest.raises(GroupError, match="The trainer's store holds no id of an NCCL group"):
         read_id(data)
+
+
+def test_a_group_is_left_once() -> None:
+    left: list[int] = []
+    group = NcclGroup.__new__(NcclGroup)
+    group._nccl = SimpleNamespace(ncclCommAbort=lambda comm: left.append(comm.value))  # type: ignore[assignment]
+    group._comm = ctypes.c_void_p(7)
+    group.close()
+    group.close()
+    assert left == [7]
 
 
 @pytest.mark.gpu
@@ -49,3 +72,5 @@ def test_a_group_of_one_process_broadcasts_on_a_gpu() -> None:
     content = torch.arange(100, dtype=torch.uint8, device=device)
     group.broadcast(content, time.monotonic() + 600)
     assert content.tolist() == list(range(100))
+    group.close()
+    group.close()  # changes nothing

@@ -123,11 +123,20 @@ def test_our_own_trainer_sends_the_tensors_of_the_served_model(models: tuple[Pat
     assert answers(engine) == answers(Engine(models[1]))
 
 
-def test_weights_arrive_in_parts(models: tuple[Path, Path]) -> None:
-    engine, before = Engine(models[0]), answers(Engine(models[0]))
-    weights = list(tensors_in(models[1]).items())
+def of_our_own_trainer(directory: Path) -> State:
+    return load_servable(directory).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensors_of"),
+    [("llama", tensors_in), ("qwen3_moe", tensors_in), ("gpt_oss", tensors_in), ("llama", of_our_own_trainer)],
+)
+def test_weights_arrive_in_parts(tmp_path: Path, kind: str, tensors_of: Callable[[Path], State]) -> None:
+    one, other = (write_fp8_model(tmp_path / f"{seed}", seed, kind) for seed in (0, 1))
+    engine, before = Engine(one), answers(Engine(one))
+    weights = list(tensors_of(other).items())
     send(engine, dict(weights[:5]))
-    with pytest.raises(IncompleteError, match=r"The update lacks the tensor .* and \d+ more"):
+    with pytest.raises(IncompleteError, match=r"lacks? .* and \d+ more;|hold only 5 tensors"):
         engine.stage_received_weights()
     for start in range(0, len(weights), 7):
         assert engine.stage_received_weights(allow_incomplete=True) is None
@@ -135,7 +144,7 @@ def test_weights_arrive_in_parts(models: tuple[Path, Path]) -> None:
         assert answers(engine) == before
     assert engine.stage_received_weights(allow_incomplete=True) is not None
     engine.swap_weights()
-    assert answers(engine) == answers(Engine(models[1]))
+    assert answers(engine) == answers(Engine(other))
 
 
 def test_weights_of_two_updates_are_never_mixed(models: tuple[Path, Path]) -> None:

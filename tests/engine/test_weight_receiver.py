@@ -141,6 +141,83 @@ def test_one_transfer_runs_at_a_time(receiver: WeightReceiver) -> None:
     assert receiver.take() == {}
 
 
+class Members:
+    """A group that says when it is left, and whose broadcasts fail."""
+
+    def __init__(self) -> None:
+        self.is_closed = threading.Event()
+
+    def broadcast(self, content: Tensor, deadline: float) -> None:
+        raise RuntimeError("Connection closed by peer.")
+
+    def close(self) -> None:
+        assert not self.is_closed.is_set()
+        self.is_closed.set()
+
+
+def test_a_group_that_ends_is_left(receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Members] = []
+
+    def connect(*_: Any) -> Any:
+        groups.append(Members())
+        return weight_receiver._Group(groups[-1], torch.device("cpu"), None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(receiver, "_connect", connect)
+    where = GroupAddress("w", "127.0.0.1", 1, 1, 2, "gloo", "vllm")
+    receiver.join(where, PATIENCE)
+    receiver.join(where, PATIENCE)
+    assert [group.is_closed.is_set() for group in groups] == [True, False]
+    receiver.leave("w")
+    receiver.leave("w")
+    receiver.join(where, PATIENCE)
+    with pytest.raises(GroupError, match="The transfer failed: Connection closed by peer"):
+        receiver.receive("w", infos_of(TENSORS), None, PATIENCE)
+    assert [group.is_closed.is_set() for group in groups] == [True, True, True]
+
+
+def test_a_group_that_is_complete_too_late_is_left(receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    members, may_connect = Members(), threading.Event()
+
+    def connect(*_: Any) -> Any:
+        may_connect.wait()
+        return weight_receiver._Group(members, torch.device("cpu"), None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(receiver, "_connect", connect)
+    with pytest.raises(GroupError, match=r"The process group was not complete after 0\.01 seconds"):
+        receiver.join(GroupAddress("w", "127.0.0.1", 1, 1, 2, "gloo", "vllm"), 0.01)
+    may_connect.set()
+    assert members.is_closed.wait(PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("event", "kept"),
+    [("none", "ab"), ("more arrive", "abc"), ("a name arrives again", "a"), ("discard", ""), ("leave", ""),
+     ("a transfer fails", "")],
+)  # fmt: skip
+def test_tensors_are_put_back_if_their_update_goes_on(receiver: WeightReceiver, event: str, kept: str) -> None:
+    def arrive(names: str, number: float) -> None:
+        tensors = {name: torch.tensor(number) for name in names}
+        with shared(tensors) as memory:
+            receiver.read_shared(memory, infos_of(tensors))
+
+    arrive("ab", 0.0)
+    taken = receiver.take()
+    if event == "more arrive":
+        arrive("c", 0.0)
+    if event == "a name arrives again":
+        arrive("a", 1.0)
+    if event == "discard":
+        receiver.discard()
+    if event == "leave":
+        receiver.leave("w")
+    if event == "a transfer fails":
+        with pytest.raises(RequestError, match="cannot be opened"):
+            receiver.read_shared("nothing", [])
+    receiver.put_back(taken)
+    expected = 1.0 if event == "a name arrives again" else 0.0
+    assert_equal(receiver.take(), {name: torch.tensor(expected) for name in kept})
+
+
 def test_tensors_are_copied_from_shared_memory(receiver: WeightReceiver) -> None:
     with shared(TENSORS) as name:
         receiver.read_shared(f"/{name}", infos_of(TENSORS))

@@ -19,6 +19,7 @@ from .process import ROOT, Process, serving
 
 pytestmark = [pytest.mark.distributed]
 QUESTION = {"inputs": "Once upon", "parameters": {"max_new_tokens": 12, "temperature": 0.7, "seed": 5}}
+NOT_REPLACED = "The weights of an engine with tensor_parallel cannot be replaced; start another engine with them."
 ENDLESS = {"inputs": "Once", "parameters": {"max_new_tokens": 3900, "ignore_eos": True}}
 
 
@@ -57,6 +58,11 @@ def until_status(server: Process, path: str, status: int) -> None:
 def test_answers_are_those_of_one_process(server: Process, model: Path, tmp_path: Path) -> None:
     answer = server.client.post("/generate", json=QUESTION).json()
     assert server.client.get("/info").json()["engine"]["tensor_parallel"] == 2
+    configuration = server.client.get("/server_info").json()["vllm_config"]
+    assert configuration["parallel_config"]["tensor_parallel_size"] == 2
+    address = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    refused = server.client.post("/init_weights_update_group", json=address)
+    assert (refused.status_code, refused.json()["error"]) == (409, NOT_REPLACED)
     with serving(tmp_path / "log", model=str(model), data_dir=str(tmp_path / "data"), kv_cache_dtype="fp8") as one:
         assert one.client.post("/generate", json=QUESTION).json()["generated_text"] == answer["generated_text"]
 

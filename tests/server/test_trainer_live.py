@@ -169,10 +169,9 @@ def test_a_trainer_that_sends_nothing_misses_the_deadline(place: Path) -> None:
             "world_size": 2,
         }
         refused = server.client.post("/init_weights_update_group", json=address | {"backend": "gloo"})
-        assert (
-            refused.status_code,
-            "The process group was not complete after 0.1 seconds." in refused.json()["error"],
-        ) == (409, True)
+        assert refused.status_code == 409
+        reasons = ("The process group was not complete after 0.1 seconds.", "The transfer failed: ")
+        assert refused.json()["error"].startswith(reasons)  # the first of two deadlines
         assert answers(server) == expected(place / "bf16-0", recipe="bf16")
 
 

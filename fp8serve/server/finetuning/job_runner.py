@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.model.storage.files import atomic_file
-from fp8serve.processes import describe_exit, module_command
+from fp8serve.processes import describe_exit, environment_without_group, module_command
 from fp8serve.server.faults import safe_text
 from fp8serve.server.finetuning.artifacts import Artifacts, Bucket
 from fp8serve.server.finetuning.database import Job
@@ -67,6 +67,7 @@ class TrainingProcess:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                env=environment_without_group(),  # torchrun may have started this server
             )
         with contextlib.suppress(OSError):  # serving has priority on a shared CPU
             os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)

@@ -161,6 +161,7 @@ def _network(scope: Scope) -> str:
 
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+UNSAFE_PATHS = frozenset({"/flush_cache"})  # which SGLang's trainers call with GET
 
 
 class AccessControl:
@@ -194,7 +195,8 @@ class AccessControl:
     def _refusal(self, scope: Scope, caller: Caller | None) -> Fault | None:
         if scope["path"] not in OPEN_PATHS and (fault := self._authorization_fault(scope, caller)) is not None:
             return fault
-        if scope["method"] not in SAFE_METHODS and not self._hosts.is_own_page(scope):
+        is_safe = scope["method"] in SAFE_METHODS and scope["path"] not in UNSAFE_PATHS
+        if not is_safe and not self._hosts.is_own_page(scope):
             return Fault(Code.FORBIDDEN, "Pages of other sites may not use this server.")
         return None
 

@@ -73,7 +73,7 @@ class ServedModel:
         self.released = asyncio.Event()  # cleared while new requests wait for an exchange or the end of a pause
         self.released.set()
         self.is_paused = False  # whether generation is paused until a client continues it (trainer.py)
-        self.has_open_update = False  # whether a trainer has started an update that it will finish explicitly
+        self.updated_engine: EngineClient | None = None  # for which a trainer has started an update that it will finish
         self.is_shutting_down = False  # whether the server stops after the requests in flight
         self.needs_layer_stats = False  # whether /metrics reports FP8 layers one by one
         self.gpu_memory: float | None = None  # for an engine without this option, unless it replaces another one

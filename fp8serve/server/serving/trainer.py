@@ -4,8 +4,8 @@ The tensors do not pass through this process. It tells the engine which tensors 
 (engine/weight_receiver.py). They are kept beside the served weights until all have arrived. Then they are checked,
 exchanged and verified (`weight_replacement.serve_received`). So a trainer that fails in the middle changes nothing.
 
-An update that was started explicitly ends when the trainer says so, and lacks nothing then. Otherwise it ends by itself
-with the last weight of the model.
+An update that was started explicitly ends when the trainer says so, and must be complete then. Otherwise it ends by
+itself with the last weight of the model.
 
 While generation is paused, new requests wait. Those in flight are aborted, finish first, or are suspended in the engine
 and continue afterwards, with the weights that serve then.
@@ -20,7 +20,12 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.served_model import ServedModel
 from fp8serve.server.serving.served_weights import ServedWeights
-from fp8serve.server.serving.weight_replacement import refuse_if_adapted, serve_received, wait_until_idle
+from fp8serve.server.serving.weight_replacement import (
+    abort_requests,
+    refuse_if_adapted,
+    serve_received,
+    wait_until_idle,
+)
 
 PauseMode = Literal["abort", "wait", "keep"]
 Transfer = Callable[[EngineClient], Awaitable[None]]
@@ -28,25 +33,44 @@ Transfer = Callable[[EngineClient], Awaitable[None]]
 
 async def start_update(model: ServedModel) -> None:
     """Begins an update, and drops tensors of an earlier one."""
-    await call_engine(model, lambda engine: engine.discard_received_weights())
-    model.has_open_update = True
+    engine = model.resolve().engine
+    await _call(engine, lambda engine: engine.discard_received_weights())
+    model.updated_engine = engine
 
 
-async def receive(model: ServedModel, transfer: Transfer, seconds: float, label: str | None) -> ServedWeights | None:
-    """Receives tensors. Serves them if they complete an update that was not started explicitly; returns None if not.
-    Requests in flight have `seconds` to finish."""
+async def join_group(model: ServedModel, address: dict[str, str | int | None], seconds: float) -> None:
+    """Joins a trainer's process group. An update that another trainer has started ends, because its tensors are
+    dropped."""
+    await call_engine(model, lambda engine: engine.join_group(address, seconds))
+    model.updated_engine = None
+
+
+async def receive(
+    model: ServedModel,
+    transfer: Transfer,
+    seconds: float,
+    label: str | None,
+    *,
+    waits_for_finish: bool = True,
+    to_abort: Iterable[Generation] | None = None,
+) -> ServedWeights | None:
+    """Receives tensors. Serves them if they complete the update; returns None if not. With `waits_for_finish`, an
+    update that was started explicitly is only served by `finish_update`. Requests in flight have `seconds` to finish,
+    or are aborted if `to_abort` has those of all models."""
     refuse_if_adapted(model)
-    await call_engine(model, transfer)
-    if model.has_open_update:
+    engine = model.resolve().engine
+    await _call(engine, transfer)
+    if waits_for_finish and model.updated_engine is engine:
         return None
-    return await serve_received(model, seconds, label, allow_incomplete=True)
+    return await serve_received(model, seconds, label, allow_incomplete=True, to_abort=to_abort)
 
 
 async def finish_update(model: ServedModel, seconds: float, label: str | None) -> ServedWeights | None:
-    """Serves the weights of an update that was started. Does nothing if it has ended by itself."""
-    if not model.has_open_update:
-        return None
-    model.has_open_update = False
+    """Serves the weights of an update that was started. Raises Fault 409 if none was, or if its engine has ended."""
+    is_open = model.updated_engine is model.resolve().engine
+    model.updated_engine = None
+    if not is_open:
+        raise Fault(Code.LOAD_FAILED, "No update was started, so the weights are those from before.")
     return await serve_received(model, seconds, label)
 
 
@@ -70,15 +94,6 @@ async def pause(model: ServedModel, mode: PauseMode, generations: Iterable[Gener
         model.is_paused = False
         model.release()
         raise
-
-
-async def abort_requests(model: ServedModel, generations: Iterable[Generation]) -> None:
-    """Ends the requests in flight with what they have generated. `generations` are those of all models."""
-    engine = model.resolve().engine
-    for generation in generations:
-        if generation.served.engine is engine:
-            generation.was_paused = True
-    await _call(engine, lambda engine: engine.abort_requests())
 
 
 async def resume(model: ServedModel) -> None:

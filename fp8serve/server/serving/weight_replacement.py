@@ -17,12 +17,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.served_model import Probation, SaveActivation, ServedModel
 from fp8serve.server.serving.served_weights import ServedWeights, WeightSource, have_same_text_files, weight_version
 from fp8serve.server.serving.verification import UNVERIFIED, Verification, Verified
@@ -237,14 +238,20 @@ async def replace_weights(
 
 
 async def serve_received(
-    model: ServedModel, seconds: float, label: str | None = None, *, allow_incomplete: bool = False
+    model: ServedModel,
+    seconds: float,
+    label: str | None = None,
+    *,
+    allow_incomplete: bool = False,
+    to_abort: Iterable[Generation] | None = None,
 ) -> ServedWeights | None:
     """Serves the weights that a trainer has sent to the engine (trainer.py). Returns None, and changes nothing, if
     `allow_incomplete` and some of the model's weights have not arrived yet.
 
     The engine first checks and stages them beside the served ones. Requests in flight have `seconds` to finish, and new
-    ones wait meanwhile; suspended requests continue with the new weights. Then the weights are exchanged and must
-    generate a token, or else they are exchanged again. `label` names the version; by default it is a digest.
+    ones wait meanwhile; suspended requests continue with the new weights. With `to_abort`, the requests in flight of
+    all models, those of this model are aborted instead. Then the weights are exchanged and must generate a token, or
+    else they are exchanged again. `label` names the version; by default it is a digest.
 
     Raises Fault 409 if the weights do not fit, or if requests do not finish in time. The old weights then still serve.
     """
@@ -263,6 +270,8 @@ async def serve_received(
         )  # fmt: skip
         model.released.clear()
         try:
+            if to_abort is not None:
+                await abort_requests(model, to_abort)
             if not model.is_paused:
                 await wait_until_idle(model, seconds)
             await _exchange(old)
@@ -303,6 +312,18 @@ async def wait_until_idle(model: ServedModel, seconds: float | None) -> None:
     except TimeoutError:
         message = f"{capacity.in_flight} requests were still running after {seconds:g} seconds."
         raise Fault(Code.ALIAS_BUSY, message, hint="Pause generation first.") from None
+
+
+async def abort_requests(model: ServedModel, generations: Iterable[Generation]) -> None:
+    """Ends the requests in flight with what they have generated. `generations` are those of all models."""
+    engine = model.resolve().engine
+    for generation in generations:
+        if generation.served.engine is engine:
+            generation.was_paused = True
+    try:
+        await engine.abort_requests()
+    except (Fp8ServeError, OSError) as error:
+        raise Fault(Code.LOAD_FAILED, str(error)) from None
 
 
 def refuse_if_adapted(model: ServedModel) -> None:

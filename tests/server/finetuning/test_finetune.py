@@ -778,3 +778,17 @@ async def test_events_of_a_process_that_ends_between_two_looks_are_stored(
     await killed_servers.serve(tmp_path)
     assert late
     killed_servers.expect_whole(tmp_path, "")
+
+
+async def test_a_job_of_a_server_that_torchrun_started_is_in_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**variables, "TORCHELASTIC_RUN_ID": "none", "MASTER_KEY": "kept"}.items():
+        monkeypatch.setenv(name, value)
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    process = await TrainingProcess.start("ft-1", tmp_path, [sys.executable, "-c", code])
+    await eventually(process.has_ended)
+    environment = json.loads((tmp_path / "worker.log").read_text())
+    assert environment["MASTER_KEY"] == "kept"
+    assert environment.keys().isdisjoint({*variables, "TORCHELASTIC_RUN_ID"})

@@ -81,8 +81,10 @@ async def test_a_page_of_another_site_changes_nothing(start: Start) -> None:
     async with start() as server:
         request = {"inputs": "x"}
         for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
-            answer = await server.client.post("/generate", json=request, headers={"sec-fetch-site": site})
-            assert answer.status_code == status
+            headers = {"sec-fetch-site": site}
+            assert (await server.client.post("/generate", json=request, headers=headers)).status_code == status
+            assert (await server.client.get("/flush_cache", headers=headers)).status_code == status
+            assert (await server.client.get("/info", headers=headers)).status_code == 200
 
 
 HOSTS = [

@@ -71,7 +71,8 @@ async def test_an_update_by_the_routes_of_vllm(start: Start) -> None:
         answer = await post(server, "/finish_weight_update", {"weight_version": "step-3"})
         assert answer == {"message": "The weights base-step-3 are served."}
         assert (engine.swaps, await version(server)) == ([None], "base-step-3")
-        assert (await post(server, "/finish_weight_update"))["message"] == "No update was started."
+        refused = await post(server, "/finish_weight_update", status=409)
+        assert refused["error"] == "No update was started, so the weights are those from before."
         await post(server, "/reset_prefix_cache")
         assert engine.calls[-1] == ("reset_prefix_cache",)
 
@@ -124,6 +125,35 @@ async def test_a_failed_update_leaves_the_old_weights(start: Start) -> None:
         assert await version(server) == before
         await post(server, "/update_weights", update("a", "b"))
         assert await version(server) != before
+
+
+async def test_an_update_that_failed_is_not_reported_as_finished(start: Start) -> None:
+    async with start(Launcher(Engine)) as server:
+        await post(server, "/start_weight_update")
+        await post(server, "/update_weights", update("a"))
+        await post(server, "/finish_weight_update", status=409)
+        refused = await post(server, "/finish_weight_update", status=409)
+        assert (refused["code"], refused["error"][:22]) == ("load_failed", "No update was started,")
+        assert server.launcher.engine.swaps == []
+
+
+@pytest.mark.parametrize("event", ["the next trainer joins", "the engine restarts", "the next trainer uses SGLang's"])
+async def test_an_update_that_is_never_finished_keeps_no_later_one_open(start: Start, event: str) -> None:
+    async with start(Launcher(Engine)) as server:
+        await post(server, "/start_weight_update")
+        if event == "the next trainer joins":
+            await post(server, "/init_weight_transfer_engine", {"init_info": GROUP})
+        if event == "the engine restarts":
+            engine = server.launcher.engine
+            await engine.kill("It died.")
+            await eventually(lambda: server.launcher.engine is not engine and server.state.models.default.ready)
+        if event == "the next trainer uses SGLang's":
+            tensors = {"names": ["a", "b"], "dtypes": ["float32"] * 2, "shapes": [[], []]}
+            answer = await post(server, "/update_weights_from_distributed", tensors)
+        else:
+            answer = await post(server, "/update_weights", update("a", "b"))
+        assert answer["message"].endswith("are served.")
+        assert len(server.launcher.engine.swaps) == 1
 
 
 async def test_weights_that_generate_nothing_are_exchanged_again(start: Start) -> None:
@@ -209,6 +239,23 @@ async def test_aborted_requests_return_what_they_have_generated(start: Start, st
         assert (await native).status_code == 503
         await post(server, "/resume")
         assert (await complete(server)).status_code == 200
+
+
+async def test_requests_are_aborted_only_before_complete_weights_are_exchanged(start: Start) -> None:
+    class Aborting(Engine):
+        async def swap_weights(self) -> None:
+            self.aborts = False  # the requests that ran have ended
+            await super().swap_weights()
+
+    tensors = {"dtypes": ["float32"], "shapes": [[]], "abort_all_requests": True}
+    async with start(Launcher(lambda: Aborting(delay=0.01))) as server:
+        engine, running = server.launcher.engine, asyncio.create_task(complete(server, 400))
+        await eventually(lambda: engine.running)
+        await post(server, "/update_weights_from_distributed", tensors | {"names": ["a"]})
+        assert (engine.aborts, running.done()) == (False, False)
+        await post(server, "/update_weights_from_distributed", tensors | {"names": ["b"]})
+        assert (await running).json()["choices"][0]["finish_reason"] == "abort"
+        assert len(engine.swaps) == 1
 
 
 async def test_a_pause_may_wait_for_requests_under_way(start: Start) -> None:

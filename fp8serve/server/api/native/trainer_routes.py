@@ -4,7 +4,8 @@ They have the names and fields of vLLM and of SGLang, so that trainers which sam
 They are about the default model.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Coroutine
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 
@@ -13,11 +14,12 @@ from fp8serve.server.api.routing import BoundedRoute, JsonObject, ResponseModel,
 from fp8serve.server.schemas import trainer_bodies as bodies
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving import trainer
-from fp8serve.server.serving.trainer import PauseMode, Transfer
+from fp8serve.server.serving.served_weights import ServedWeights
+from fp8serve.server.serving.trainer import PauseMode
 
 router = APIRouter(tags=["trainers"], route_class=BoundedRoute)
 GROUP = "weight_transfer"  # the name of vLLM's only group
-WHOLE = 1 << 62  # more bytes than any packed broadcast
+ONE_BROADCAST = 1 << 62  # more bytes than any packed broadcast
 SGLANG_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
@@ -49,22 +51,22 @@ class ServerInfo(ResponseModel):
     vllm_config: JsonObject
 
 
-async def _receive(state: ServerState, transfer: Transfer, label: str | None) -> str:
-    """Receives tensors of the default model. Returns a sentence that says whether they are served."""
-    model = state.models.default
-    change = trainer.receive(model, transfer, state.settings.drain_seconds, label)
-    served = await state.model_loader.run_to_completion(change, f"receive weights of the model {model.name}")
+async def _run(state: ServerState, change: Coroutine[Any, Any, ServedWeights | None]) -> str:
+    """Runs an update of the default model's weights. Returns a sentence that says whether they are served."""
+    served = await state.model_loader.run_to_completion(
+        change, f"receive weights of the model {state.models.default.name}"
+    )
     return "The tensors have arrived." if served is None else f"The weights {served.weight_version} are served."
 
 
 async def _join(state: ServerState, address: dict[str, str | int | None]) -> None:
     seconds = state.settings.transfer_seconds
-    change = trainer.call_engine(state.models.default, lambda engine: engine.join_group(address, seconds))
+    change = trainer.join_group(state.models.default, address, seconds)
     await state.model_loader.run_to_completion(change, "join a trainer's process group")
 
 
 async def _pause(state: ServerState, mode: PauseMode) -> None:
-    change = trainer.pause(state.models.default, mode, list(state.active))
+    change = trainer.pause(state.models.default, mode, state.active)
     await state.model_loader.run_to_completion(change, "pause generation")
 
 
@@ -89,7 +91,11 @@ async def server_info(state: StateDep) -> ServerInfo:
                 "max_model_len": served.engine.limits.max_model_len,
                 "logprobs_mode": "raw_logprobs",
             },
-            "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+            "parallel_config": {
+                "tensor_parallel_size": served.source.options.tensor_parallel,
+                "pipeline_parallel_size": 1,
+                "data_parallel_size": 1,
+            },
             "weight_transfer_config": {"backend": "nccl"},
             "lora_config": None,
         }
@@ -140,18 +146,17 @@ async def update_weights(body: bodies.UpdateWeightsBody, state: StateDep) -> Mes
         else:
             await engine.read_shared_weights(shared, info.infos)
 
-    return Message(message=await _receive(state, transfer, body.weight_version))
+    change = trainer.receive(state.models.default, transfer, state.settings.drain_seconds, body.weight_version)
+    return Message(message=await _run(state, change))
 
 
 @router.post("/finish_weight_update", summary="Serve the weights of an update (vLLM)")
 async def finish_weight_update(state: StateDep, body: bodies.FinishUpdateBody | None = None) -> Message:
-    """Checks the tensors that have arrived since `/start_weight_update` and serves them."""
+    """Checks the tensors that have arrived since `/start_weight_update` and serves them. Responds with a 409 if no
+    update was started, or if the last one has ended or failed."""
     label, model = None if body is None else body.weight_version, state.models.default
     change = trainer.finish_update(model, state.settings.drain_seconds, label)
-    served = await state.model_loader.run_to_completion(change, f"serve weights of the model {model.name}")
-    if served is None:
-        return Message(message="No update was started.")
-    return Message(message=f"The weights {served.weight_version} are served.")
+    return Message(message=await _run(state, change))
 
 
 @router.post("/pause", summary="Pause generation (vLLM)")
@@ -219,14 +224,17 @@ async def update_weights_from_distributed(body: bodies.DistributedUpdateBody, st
     what they have generated before complete weights are exchanged; otherwise they finish first.
     """
     group, seconds = body.group_name, state.settings.transfer_seconds
-    packed_bytes = None if body.load_format is None else WHOLE
-    model = state.models.default
-    if body.abort_all_requests:
-        await trainer.abort_requests(model, list(state.active))
-    message = await _receive(
-        state, lambda engine: engine.receive_weights(group, body.infos, packed_bytes, seconds), body.weight_version
-    )
-    return Result(message=message)
+    packed_bytes = None if body.load_format is None else ONE_BROADCAST
+    to_abort = state.active if body.abort_all_requests else None
+
+    async def transfer(engine: EngineClient) -> None:
+        await engine.receive_weights(group, body.infos, packed_bytes, seconds)
+
+    change = trainer.receive(
+        state.models.default, transfer, state.settings.drain_seconds, body.weight_version, waits_for_finish=False,
+        to_abort=to_abort,
+    )  # fmt: skip
+    return Result(message=await _run(state, change))
 
 
 @router.post("/pause_generation", summary="Pause generation (SGLang)")
