@@ -7,12 +7,14 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp8serve.errors import MachineError
+from fp8serve.server.data_directory import DataDirectory
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning import fronts, job_runner
 from fp8serve.server.finetuning.database import NewJob, new_job_id
@@ -337,6 +339,44 @@ async def test_a_server_starts_with_the_active_weights_or_not_at_all(
     async with start(Launcher(), wait=False, database=database) as server:
         await eventually(server.state.failed.is_set)
         assert "The active weights cannot be served" in str(server.state.models.default.problem)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def write_old_folder(data_dir: Path) -> Path:
+    folder = data_dir / "jobs" / "ftjob-old"
+    folder.mkdir(parents=True)
+    os.utime(folder, (1, 1))
+    return folder
+
+
+async def test_files_that_another_database_may_list_are_kept(
+    start: Start, postgres: Any, settings: Settings, tmp_path: Path
+) -> None:
+    of_sqlite, of_postgres = tmp_path / "a", tmp_path / "b"
+    urls = [postgres.url(), postgres.url()]
+    async with start(data_dir=of_sqlite) as server:
+        job = (await submit(server))["id"]
+        await wait_for(server, job, "succeeded")
+    os.utime(of_sqlite / "jobs" / job, (1, 1))
+    async with start(data_dir=of_sqlite, database=urls[0]):
+        pass
+    write_old_folder(of_sqlite)
+    async with start(data_dir=of_sqlite) as server:  # both have been used
+        assert {path.name for path in server.state.runner.root.iterdir()} == {job, "ftjob-old"}
+
+    folder = write_old_folder(of_postgres)
+    for url in (urls[0], urls[0].replace("fp8serve@", "fp8serve:secret@")):  # one database
+        async with start(data_dir=of_postgres, database=url):
+            assert not folder.exists()
+        folder = write_old_folder(of_postgres)
+    async with start(data_dir=of_postgres, database=urls[1]):
+        assert folder.exists()
+    with pytest.raises(MachineError, match="has the files of a PostgreSQL database; give --database, or another"):
+        DataDirectory(replace(settings, data_dir=of_postgres))
+    folder.rmdir()
+    DataDirectory(replace(settings, data_dir=of_postgres)).close()  # nothing is lost
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
