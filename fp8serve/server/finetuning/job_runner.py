@@ -296,8 +296,8 @@ class JobRunner:
         return is_pausing and self.store.set_status(job.id, "paused", "The job is paused.")
 
     async def _follow(self, process: TrainingProcess) -> bool:
-        """Stores the process's events until it ends, and stops it if the job is cancelled or paused. Returns early if
-        another server has claimed the job.
+        """Stores the process's events until it ends, and stops it if the job is cancelled, paused or no longer running.
+        Returns early if another server has claimed the job.
 
         Returns whether the job has a result. It is looked up before the last events are stored, so all events of a
         result are stored, too. A process that an earlier server started may write another result in the meantime; the
@@ -311,10 +311,10 @@ class JobRunner:
                 await self._notify()
             if has_ended:
                 return has_result
-            if job.owner != self.store.front:
+            if job.owner not in (None, self.store.front):
                 await self._release(process)
                 return False
-            if job.cancel_requested or job.pause_requested:
+            if job.status != "running" or job.cancel_requested or job.pause_requested:
                 await process.stop(CANCEL_SECONDS)
                 continue
             with contextlib.suppress(TimeoutError):
@@ -343,6 +343,8 @@ class JobRunner:
         if process.exit_code == EXIT_LOCKED:
             return  # a process that an earlier server started holds the lock; the next pass follows that one
         job = self.store.get(process.job_id)
+        if job.status != "running":
+            return
         if job.owner != self.store.front:
             log.warning("job %s runs on another server, because the lease of this one had ended", job.id)
         elif has_result:

@@ -199,7 +199,8 @@ class JobStore(Database):
             db.execute(f"UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND {is_unended}", (job_id,))
         if job.status != "running":
             clause = "before it started" if job.started_at is None else "while it was not running"
-            self.set_status(job_id, "cancelled", f"The job was cancelled {clause}.")
+            message = f"The job was cancelled {clause}."  # if it has started meanwhile, its runner cancels it
+            self.set_status(job_id, "cancelled", message, only_from=job.status)
         return self.get(job_id)
 
     def request_pause(self, job_id: str) -> Job:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,13 @@ import pytest
 from hypothesis import strategies as st
 
 from fp8serve.errors import MachineError
-from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, JobRunner, TrainingProcess, read_events
+from fp8serve.server.finetuning.job_runner import (
+    TRAINING_COMMAND,
+    JobRunner,
+    TrainingProcess,
+    is_lock_held,
+    read_events,
+)
 from fp8serve.server.http.uploads import RowBounds
 from fp8serve.server.schemas.finetune_bodies import JobBody
 from fp8serve.server.settings import ServerLimits
@@ -273,6 +280,30 @@ async def test_a_paused_job_ends_with_the_bytes_of_one_that_was_not(start: Start
         ]
         assert [path.name for path in files[0]] == ["model.safetensors", "scales.safetensors"]
         assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
+async def test_a_job_that_starts_while_it_is_cancelled_stops(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request reads that the job is queued, and the runner starts the job before the request cancels it."""
+    async with start() as server:
+        job_id = (await submit(server, "held"))["id"]
+        await wait_for_step(server, job_id)
+        queued = replace(server.state.jobs.get(job_id), status="queued", started_at=None)
+        monkeypatch.setattr(server.state.jobs, "_get_unended", lambda job_id: queued)
+        answer = await server.client.post(f"/finetune/{job_id}/cancel")
+        assert (answer.json()["status"], answer.json()["cancel_requested"]) == ("running", True)
+        await wait_for(server, job_id, "cancelled")
+        assert not is_lock_held(server.state.runner.job_dir(job_id) / "worker.lock")
+
+
+async def test_the_process_of_a_job_that_no_longer_runs_is_stopped(start: Start) -> None:
+    async with start() as server:
+        job_id = (await submit(server, "held"))["id"]
+        await wait_for_step(server, job_id)
+        assert server.state.jobs.set_status(job_id, "cancelled", "The job was cancelled.")
+        lock = server.state.runner.job_dir(job_id) / "worker.lock"
+        await eventually(lambda: not is_lock_held(lock), "the end of the process")
+        await wait_for(server, (await submit(server))["id"], "succeeded")
+        assert server.state.jobs.get(job_id).status == "cancelled"
 
 
 async def test_a_job_that_is_about_to_pause_can_be_resumed_or_cancelled(
