@@ -181,6 +181,7 @@ class JobRunner:
         self._wait_idle = wait_idle
         self._wake_event = asyncio.Event()
         self._process: TrainingProcess | None = None
+        self._unprepared: dict[str, Job] = {}  # jobs of other servers, as they were before this server claimed them
         self._task: asyncio.Task[None] | None = None
 
     def job_dir(self, job_id: str) -> Path:
@@ -215,7 +216,11 @@ class JobRunner:
     def _claim(self) -> Job | None:
         """Claims the first job that this server may run and whose files it has. Returns the job as it was before."""
         for job in self.store.unfinished_jobs():
-            if (not self.store.is_shared or self.artifacts.has_job(job.id)) and (claimed := self.store.claim(job.id)):
+            if self.store.is_shared and not self.artifacts.has_job(job.id):
+                continue
+            if job.owner != self.store.front:
+                self._unprepared[job.id] = job
+            if (claimed := self.store.claim(job.id)) is not None:
                 return claimed
         return None
 
@@ -254,8 +259,9 @@ class JobRunner:
                 return
         if self.is_closing or await asyncio.to_thread(self._pause_without_process, job):
             return
-        if self.store.is_shared and job.owner != self.store.front:
-            await self._take_over(job)
+        if self.store.is_shared and (before := self._unprepared.get(job.id)) is not None:
+            await self._take_over(before)  # if it fails, the next pass tries again
+        self._unprepared.pop(job.id, None)
         self._process = process = await TrainingProcess.start(job.id, self.job_dir(job.id), self.command)
         has_result = await self._follow(process)
         self._process = None

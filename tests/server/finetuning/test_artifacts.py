@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.finetuning import job_runner
 from fp8serve.server.finetuning.artifacts import Artifacts, Bucket
 from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND
 from fp8serve.server.settings import Settings
@@ -134,6 +135,35 @@ async def test_a_job_continues_on_another_server_from_its_checkpoint(
         answer = await first.client.post("/models/tiny/activate", json={"source": job})
         assert answer.status_code == 200, answer.text
         assert first.state.runner.result_dir(first.state.jobs.get(job)).exists()
+
+
+async def test_a_takeover_that_fails_is_repeated(
+    start: Start, database: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_runner, "RETRY_SECONDS", 0.01)
+    async with two_servers(start, database, bucket, tmp_path) as (first, second):
+        job = (await submit(first, "held"))["id"]
+        await wait_for_step(first, job)
+        await first.state.runner.close(600)
+        await wait_for(second, job, "queued")
+        artifacts = second.state.runner.artifacts
+        fetch_checkpoints, failures = artifacts.fetch_checkpoints, [True, True]
+
+        def fail_twice(job_id: str) -> None:
+            if failures:
+                failures.pop()
+                raise Fault(Code.STORAGE_UNAVAILABLE, "The bucket cannot be used.")
+            fetch_checkpoints(job_id)
+
+        monkeypatch.setattr(artifacts, "fetch_checkpoints", fail_twice)
+        second.state.runner.job_dir(job).mkdir(exist_ok=True)
+        unblock_job(second, job)
+        run_jobs(second)
+        await wait_for(second, job, "succeeded")
+        assert not failures
+        assert {f"step-{step}" for step in (1, 2)} <= {p.name for p in artifacts.checkpoints_dir(job).iterdir()}
+        events = [event for event in second.state.jobs.events(job) if event.type == "metrics"]
+        assert [event.data["step"] for event in events] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
