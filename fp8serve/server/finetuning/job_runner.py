@@ -202,7 +202,9 @@ class JobRunner:
     async def _run(self) -> None:
         while not self.is_closing:
             try:
-                if (job := await asyncio.to_thread(self._claim)) is not None:
+                job = await asyncio.to_thread(self._claim)
+                await self._release_left_process(job)
+                if job is not None:
                     await self._run_one(job)
                     continue
                 with contextlib.suppress(TimeoutError):
@@ -225,8 +227,6 @@ class JobRunner:
         return None
 
     async def _run_one(self, job: Job) -> None:
-        if self._process is not None and self._process.job_id != job.id:  # it was left when the database failed
-            await self._release(self._process)
         self.is_busy = True
         try:
             await self._wait_idle()
@@ -235,6 +235,15 @@ class JobRunner:
         finally:
             self.is_busy = False
             await self._notify()
+
+    async def _release_left_process(self, claimed: Job | None) -> None:
+        """Releases the process that was left when the database failed, unless this server still has its job."""
+        process = self._process
+        if process is None or (claimed is not None and claimed.id == process.job_id):
+            return
+        if claimed is not None or not await asyncio.to_thread(self.store.owns, process.job_id):
+            await self._release(process)
+            self._process = None
 
     async def close(self, seconds: float) -> None:
         """Stops the running job at a checkpoint and queues it for the next server. Kills its process after
@@ -340,7 +349,7 @@ class JobRunner:
         events, offset = read_events(process.directory / EVENTS, job.events_offset)
         if offset > job.events_offset:
             self.store.add_events(job, events, offset)
-        if any(event["type"] == "checkpoint" for event in events):
+        if any(event["type"] == "checkpoint" for event in events) and self.store.owns(job.id):
             self.artifacts.publish_checkpoints(job.id)
         return job, bool(events)
 

@@ -119,6 +119,10 @@ class JobStore(Database):
                 db.execute("UPDATE jobs SET owner = ? WHERE id = ?", (self.front, job_id))
         return None if row is None else as_job(row)
 
+    def owns(self, job_id: str) -> bool:
+        """Whether this server owns the job."""
+        return bool(self.rows("SELECT 1 FROM jobs WHERE id = ? AND owner = ?", job_id, self.front))
+
     @property
     def _is_free(self) -> str:
         """SQL for a job that this server may run. A server that shares the database needs a lease."""
