@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.model.storage.files import atomic_file
-from fp8serve.processes import describe_exit, module_command
+from fp8serve.processes import describe_exit, module_command, pid_namespace
 from fp8serve.server.faults import safe_text
 from fp8serve.server.finetuning.artifacts import Artifacts, Bucket
 from fp8serve.server.finetuning.database import Job
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.train.events import EVENT_FIELDS, EVENTS
-from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE
+from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE, STOP
 
 log = logging.getLogger("fp8serve.server")
 
@@ -80,13 +80,19 @@ class TrainingProcess:
 
     async def stop(self, seconds: float) -> None:
         """Sends SIGTERM, so that the process writes a checkpoint and ends. Kills it after `seconds`, which loses the
-        steps since the last checkpoint."""
+        steps since the last checkpoint.
+
+        A process on another machine gets a stop file instead, and is never killed.
+        """
+        lock = self.directory / "worker.lock"
         for number, timeout in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
             with contextlib.suppress(ProcessLookupError):
                 if self._process is not None:
                     self._process.send_signal(number)
-                elif (pid := lock_holder(self.directory / "worker.lock")) is not None:
+                elif (pid := lock_holder(lock)) is not None:
                     os.kill(pid, number)
+                elif is_lock_held(lock):
+                    lock.with_name(STOP).touch()
             for _ in range(max(1, int(timeout / POLL_SECONDS))):
                 if self.has_ended():
                     return
@@ -136,11 +142,14 @@ def is_lock_held(path: Path) -> bool:
 
 
 def lock_holder(path: Path) -> int | None:
-    """Returns the process id in the lock file, or None if no process holds the lock."""
+    """Returns the id of the process that holds the lock, or None if there is none on this machine.
+
+    A lock file of an earlier version, which only one server used, has no namespace.
+    """
     if not is_lock_held(path):
         return None
-    text = path.read_text().strip()
-    return int(text) if text.isdigit() else None
+    pid, _, namespace = path.read_text().strip().partition(" ")
+    return int(pid) if pid.isdigit() and namespace in ("", pid_namespace()) else None
 
 
 TRAINING_COMMAND = module_command("fp8serve.train.job_process")

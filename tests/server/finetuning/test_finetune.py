@@ -21,11 +21,14 @@ import pytest
 from hypothesis import strategies as st
 
 from fp8serve.errors import MachineError
+from fp8serve.model.storage.files import acquire_lock
+from fp8serve.processes import pid_namespace
 from fp8serve.server.finetuning.job_runner import (
     TRAINING_COMMAND,
     JobRunner,
     TrainingProcess,
     is_lock_held,
+    lock_holder,
     read_events,
 )
 from fp8serve.server.http.uploads import RowBounds
@@ -69,7 +72,7 @@ def unblock_job(server: Server, job_id: str) -> None:
 
 
 def lock_owner(server: Server, job_id: str) -> int:
-    return int((server.state.runner.job_dir(job_id) / "worker.lock").read_text())
+    return int((server.state.runner.job_dir(job_id) / "worker.lock").read_text().split()[0])
 
 
 async def test_an_adapters_job_keeps_its_fields(start: Start) -> None:
@@ -370,6 +373,25 @@ async def test_a_second_signal_does_not_wait_for_a_checkpoint(start: Start) -> N
         await wait_for(server, job["id"], "succeeded")
         events = (await server.client.get(f"/finetune/{job['id']}/events")).json()["events"]
         assert "stopped" in [e["data"]["code"] for e in events if e["type"] == "message"]
+
+
+async def test_a_process_on_another_machine_gets_no_signal(tmp_path: Path) -> None:
+    """Its id belongs to an unrelated process here."""
+    lock = tmp_path / "worker.lock"
+    with subprocess.Popen(["sleep", "1000"]) as unrelated, acquire_lock(lock, "held") as held:
+        held.write(f"{unrelated.pid} {pid_namespace()}\n")
+        held.flush()
+        assert lock_holder(lock) == unrelated.pid
+        held.truncate(0)
+        held.write(f"{unrelated.pid} another-boot/pid:[1]\n")
+        held.flush()
+        assert lock_holder(lock) is None
+        stop = asyncio.create_task(TrainingProcess("ftjob-1", tmp_path, None).stop(PATIENCE))
+        await eventually((tmp_path / "stop").exists, "the stop file")
+        held.close()
+        await stop
+        assert unrelated.poll() is None
+        unrelated.kill()
 
 
 async def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: Start) -> None:

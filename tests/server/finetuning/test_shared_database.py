@@ -463,7 +463,7 @@ def test_another_server_takes_the_job_of_a_killed_one(database: str, tmp_path: P
             assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
             assert second.stop() == 0
         if has_bucket:  # nobody follows the first process any more
-            os.kill(int((folders[0] / "jobs" / job / "worker.lock").read_text()), signal.SIGKILL)
+            os.kill(int((folders[0] / "jobs" / job / "worker.lock").read_text().split()[0]), signal.SIGKILL)
 
 
 @pytest.mark.slow
