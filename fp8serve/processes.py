@@ -100,9 +100,12 @@ def phases_text(seconds: Mapping[str, float]) -> str:
 
 def pid_namespace() -> str:
     """Returns a name for the processes among which this process's id is unique: those of a container, or of a machine
-    since its last boot."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
+    since its last boot. It is the host's name if the system does not report them."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def process_seconds() -> float:
