@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,7 @@ def lock_holder(path: Path) -> int | None:
 
 TRAINING_COMMAND = module_command("fp8serve.train.job_process")
 CANCEL_SECONDS = 60.0  # time limit for the checkpoint of a job that is cancelled or paused
+STATUS_SECONDS = 1.0  # time limit for the status of a job whose process has ended, when the server stops
 RETRY_SECONDS = 5.0  # pause after an unexpected error
 SHARED_POLL_SECONDS = 1.0  # how often an idle server looks for jobs that another one has accepted or left
 MAX_CRASHES = 3
@@ -255,14 +257,18 @@ class JobRunner:
             self._process = None
 
     async def close(self, seconds: float) -> None:
-        """Stops the running job at a checkpoint and queues it for the next server. Kills its process after
-        `seconds`."""
+        """Stops the running job at a checkpoint and queues it for the next server. Kills its process after `seconds`.
+
+        If there is a bucket, the checkpoint is copied there before the job is queued, in what is left of `seconds`.
+        """
+        deadline = time.monotonic() + seconds
         self.is_closing = True
         self._wake_event.set()
         if self._process is not None:
             await self._process.stop(seconds)
         if self._task is not None:
-            await asyncio.wait({self._task}, timeout=1.0)
+            rest = 0.0 if self.artifacts.bucket is None else deadline - time.monotonic()
+            await asyncio.wait({self._task}, timeout=max(STATUS_SECONDS, rest))
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self.is_closed = True
@@ -279,6 +285,8 @@ class JobRunner:
             return
         if self.store.is_shared and (before := self._unprepared.get(job.id)) is not None:
             await self._take_over(before)  # if it fails, the next pass tries again
+            if self.is_closing:
+                return
         self._unprepared.pop(job.id, None)
         self._process = process = await TrainingProcess.start(job.id, self.job_dir(job.id), self.command)
         has_result = await self._follow(process)

@@ -1,11 +1,13 @@
 """Files of jobs in a bucket: other servers run the jobs and serve the results, and bad buckets are refused."""
 
+import asyncio
 import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -138,6 +140,34 @@ async def test_a_job_continues_on_another_server_from_its_checkpoint(
         answer = await first.client.post("/models/tiny/activate", json={"source": job})
         assert answer.status_code == 200, answer.text
         assert first.state.runner.result_dir(first.state.jobs.get(job)).exists()
+
+
+async def test_a_server_that_stops_copies_the_last_checkpoint_and_queues_the_job(
+    start: Start, database: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_runner, "STATUS_SECONDS", 0.0)
+    async with start(Launcher(), database=database, artifacts=bucket) as server:
+        job = (await submit(server, "held"))["id"]
+        await wait_for_step(server, job)
+        artifacts = server.state.runner.artifacts
+        assert artifacts.bucket is not None
+        put, is_released = artifacts.bucket.put, threading.Event()
+
+        def put_slowly(path: Path, name: str) -> None:
+            if path.name == "step-2":
+                asyncio.run_coroutine_threadsafe(release(), loop)
+                is_released.wait()
+            put(path, name)
+
+        async def release() -> None:
+            await asyncio.sleep(0.5)  # the runner waits meanwhile
+            is_released.set()
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(artifacts.bucket, "put", put_slowly)
+        await server.state.runner.close(600)
+        assert server.state.jobs.get(job).status == "queued"
+        assert "step-2" in artifacts.bucket.names(f"jobs/{job}/out/checkpoints", COMPLETE)
 
 
 async def test_a_takeover_that_fails_is_repeated(
