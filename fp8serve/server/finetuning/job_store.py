@@ -372,9 +372,12 @@ def _reason_to_keep(db: Connection, job: Job) -> str | None:
         return f"The job is {status}; cancel it first."
     checkpoint_keys = f"{job.id}:%"
     activated = "SELECT source FROM activated UNION SELECT job FROM activated_adapters"
-    query = f"SELECT 1 FROM ({activated}) AS activated WHERE source = ? OR source LIKE ?"
-    if db.execute(query, (job.id, checkpoint_keys)).fetchone():
+    loading = f"SELECT source FROM swaps WHERE state = 'loading' AND expires_at > {db.now}"
+    is_of_job, keys = "source = ? OR source LIKE ?", (job.id, checkpoint_keys)
+    if db.execute(f"SELECT 1 FROM ({activated}) AS activated WHERE {is_of_job}", keys).fetchone():
         return "The job's result is activated and will be served at the server's next start; activate another first."
+    if db.execute(f"SELECT 1 FROM ({loading}) AS loading WHERE {is_of_job}", keys).fetchone():
+        return "The job's result is being activated."
     condition = "id != ? AND (source = ? OR source LIKE ?)"
     rows = db.execute(f"SELECT * FROM jobs WHERE {condition}", (job.id, job.id, checkpoint_keys)).fetchall()
     if unended := [user.id for user in map(as_job, rows) if user.status not in (FINAL_STATUSES - {"failed"})]:

@@ -129,6 +129,21 @@ def test_a_swap_needs_every_server_that_has_a_lease(database: str) -> None:
         assert a.is_complete(swap)
 
 
+@pytest.mark.parametrize("source", ["ftjob-1", "ftjob-1:ckpt-step-5"])
+def test_a_result_that_the_servers_activate_is_not_deleted(database: str, source: str) -> None:
+    with stores(database, 1) as (store,):
+        for job_id in ("ftjob-1", "ftjob-2"):
+            store.create(NEW, job_id, 100)
+            assert store.set_status(job_id, "cancelled", "The job was cancelled.")
+        swap = Fronts(store).propose("tiny", source, 2.0, 1000)
+        with pytest.raises(Fault, match="The job's result is being activated"):
+            store.delete_job("ftjob-1")
+        store.delete_job("ftjob-2")
+        Fronts(store).abort(swap, "No memory.")
+        Fronts(store).propose("tiny", source, 2.0, -1)  # by servers that have ended
+        store.delete_job("ftjob-1")
+
+
 def test_one_server_that_cannot_load_the_weights_aborts_the_swap(database: str) -> None:
     with stores(database, 2) as (first, second):
         a, b = map(Fronts, (first, second))
