@@ -38,6 +38,7 @@ from fp8serve.ranks import ALONE, Ranks
 
 RUN_FILE = "run.json"
 METADATA = {"format": "fp8serve.unfinished"}
+REMOVED_OPTIONS = {"input_scales": "history"}  # of earlier versions, with their defaults
 Compute = Callable[[], Mapping[str, Tensor]]
 LoadOrCompute = Callable[[str, Compute], Mapping[str, Tensor]]  # (name of a result, its function) -> the result
 TOKENS = ".tokens"  # suffix of the names of token counts
@@ -81,7 +82,7 @@ class StageResults:
             raise ModelError(f"A calibration of {self._out} was interrupted; continue it with --resume, {remove}.")
         interrupted = read_json(self.folder / RUN_FILE)
         for name in sorted({*interrupted, *self._description}):
-            old, new = interrupted.get(name), self._description.get(name)
+            old, new = interrupted.get(name), self._description.get(name, REMOVED_OPTIONS.get(name))
             if old != new:
                 raise ModelError(
                     f"The interrupted calibration of {self._out} began with {name}={shown(old)}, not {shown(new)}; "

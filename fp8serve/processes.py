@@ -106,6 +106,16 @@ def phases_text(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
 
 
+def pid_namespace() -> str:
+    """Returns a name for the processes among which this process's id is unique: those of a container, or of a machine
+    since its last boot. It is the host's name if the system does not report them."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
 def process_seconds() -> float:
     """Returns the seconds since the system started this process, 0 if it does not report them."""
     try:

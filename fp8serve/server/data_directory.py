@@ -5,7 +5,9 @@ they are empty. Otherwise each failed start, for example with a mistyped option,
 job database. `discard` keeps a directory in which a client has stored a job or a file.
 
 Servers that share a PostgreSQL database may share the data directory, too, for example on a network file system. They
-hold the lock together, and `discard` leaves their files alone.
+hold the lock together, and `discard` leaves their files alone. Each PostgreSQL database that was used with the
+directory has an empty file there, as an SQLite file is there. So a server knows whether a file that its database does
+not list may belong to another one.
 """
 
 import hashlib
@@ -14,12 +16,14 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
+from urllib.parse import parse_qs, urlsplit
 
 from fp8serve.errors import MachineError
 from fp8serve.model.storage.files import acquire_lock, make_private
 from fp8serve.server.settings import Settings
 
 JOB_DATABASE, SERVER_LOCK = "jobs.sqlite3", "server.lock"  # files in the data directory
+POSTGRES = "postgresql-"  # the beginning of the name of an empty file in it, for each PostgreSQL database
 
 
 def data_home() -> Path:
@@ -38,17 +42,26 @@ class DataDirectory:
     """The locked data directory. Raises MachineError if it cannot be written or another server uses it."""
 
     def __init__(self, settings: Settings) -> None:
-        self._is_shared = settings.database is not None
+        self._url = settings.database
+        self._is_shared = self._url is not None
         directory = settings.data_dir or default_data_dir(settings.model)
         self.path = path = directory.absolute()  # `safe_text` removes only absolute paths from messages
         self._new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             _prepare(path)
             self._existing_names = set(os.listdir(path))
+            if not self._is_shared:
+                _refuse_files_of_postgres(path)
             self._lock = _lock(path, self._is_shared)
         except BaseException:
             self._remove_new_folders()
             raise
+
+    def has_one_database(self) -> bool:
+        """Whether the database of this server, which is open, is the only one that was used with the directory."""
+        if self._url is not None:
+            (self.path / _marker(self._url)).touch(mode=0o600)
+        return len([*self.path.glob(JOB_DATABASE), *self.path.glob(f"{POSTGRES}*")]) == 1
 
     def close(self) -> None:
         """Releases the lock."""
@@ -92,6 +105,22 @@ def _prepare(path: Path) -> None:
         ) from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise MachineError(f"The data directory {path} is not writable; choose another with --data-dir.")
+
+
+def _marker(url: str) -> str:
+    """Returns the file name for a PostgreSQL database: of its address and name, without the user and password."""
+    parts = urlsplit(url)
+    address = [parts.netloc.rpartition("@")[2], parts.path, *parse_qs(parts.query).get("host", [])]
+    return POSTGRES + hashlib.sha256("\n".join(address).encode()).hexdigest()[:16]
+
+
+def _refuse_files_of_postgres(path: Path) -> None:
+    """Raises MachineError for a directory with files of a PostgreSQL database and without an SQLite file."""
+    is_of_postgres = any(path.glob(f"{POSTGRES}*")) and not (path / JOB_DATABASE).exists()
+    if is_of_postgres and any(file for folder in ("jobs", "files") for file in path.glob(f"{folder}/*")):
+        raise MachineError(
+            f"The data directory {path} has the files of a PostgreSQL database; give --database, or another --data-dir."
+        )
 
 
 def _lock(path: Path, is_shared: bool) -> IO[str]:

@@ -192,8 +192,11 @@ class ServerState:
     def _remove_orphans(self) -> None:
         """Removes job directories and uploads that a crash has left behind and that are not in the database.
 
-        In a directory that other servers may use, recent ones stay: they may be about to enter the database.
+        In a directory that other servers may use, recent ones stay: they may be about to enter the database. In one
+        that was used with another database, all stay: that database may list them.
         """
+        if not self._data.has_one_database():
+            return
         newest = time.time() - ORPHAN_SECONDS if self.jobs.is_shared else math.inf
         folders, files = list(self.runner.root.iterdir()), list(self.data_dir.glob("files/*"))
         jobs, uploads = self.jobs.ids("jobs"), self.jobs.ids("files")

@@ -34,6 +34,9 @@ _FREE_ON_RESUME = {
     *("reward", "grader_url", "reward_seconds"),
 }
 
+REMOVED_OPTIONS = {"ld_alpha": None, "reference_free": False}
+"""Options of earlier versions, with their defaults. Their job.json and trainer.json have every option."""
+
 API_NAMES = {"lr": "learning_rate"}
 """Names of options in the HTTP API that differ from the field names."""
 NOT_IN_API = ("data", "out", "eval_data", "save_minutes", "format", "device", "template_date", "reward",
@@ -157,6 +160,7 @@ class TrainConfig(GrpoOptions):
         if not isinstance(values, dict):
             raise JobError(f"A job's configuration must be a JSON object, not {json_kind(values)}.")
         names = [f.name for f in dataclasses.fields(cls)]
+        values = {k: v for k, v in values.items() if k not in REMOVED_OPTIONS or v != REMOVED_OPTIONS[k]}
         if unknown := sorted(set(values) - set(names)):
             raise JobError(f"Unknown training option {unknown[0]!r}; the options are {', '.join(names)}.")
         if missing := [n for n in ("model", "data", "out") if n not in values]:

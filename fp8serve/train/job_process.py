@@ -4,12 +4,13 @@
     JOB_DIR/events.jsonl  output  the log, one event a line (`train.events`)
     JOB_DIR/result.json   output  the TrainResult, written atomically after the job has succeeded
     JOB_DIR/worker.lock           a file lock that the process holds, so that others can see whether it runs
+    JOB_DIR/stop          input   stops the job like SIGTERM, from another machine; the next start removes the file
 
 Exit status:
     0   the job has succeeded
     1   the job failed; its last event has the error
     2   the arguments are invalid
-    3   SIGTERM or SIGINT stopped the job after it had written a checkpoint
+    3   SIGTERM, SIGINT or the file `stop` stopped the job after it had written a checkpoint
     4   the processes of the group died too often
     5   another process runs the job
 
@@ -31,7 +32,7 @@ from typing import IO, TYPE_CHECKING
 
 from fp8serve.errors import Fp8ServeError, GroupError, JobError
 from fp8serve.model.storage.files import MAX_JSON_BYTES, acquire_lock, atomic_file, read_text
-from fp8serve.processes import end_process
+from fp8serve.processes import end_process, pid_namespace
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import EVENTS, EventLog, OnEvent, ignore, message
 
@@ -39,12 +40,14 @@ if TYPE_CHECKING:
     from fp8serve.train.trainer import TrainResult
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_DIED, EXIT_LOCKED = range(6)
+STOP = "stop"  # name of a file in the job's directory
 
 
 class _StopSignals:
-    """Handles SIGTERM and SIGINT. Calling it returns whether one of them has arrived."""
+    """Handles SIGTERM and SIGINT. Calling it returns whether one of them has arrived or the job's stop file exists."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / STOP
         self.is_stopping = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
@@ -53,7 +56,7 @@ class _StopSignals:
         self.is_stopping = True
 
     def __call__(self) -> bool:
-        return self.is_stopping
+        return self.is_stopping or self._file.exists()
 
 
 def main(arguments: list[str]) -> int:
@@ -109,8 +112,9 @@ def run_rank(arguments: list[str]) -> int:
 def _take_lock(path: Path) -> IO[str]:
     lock = acquire_lock(path, f"Another worker runs the job in {path.parent}; wait for it, or stop it first.")
     lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
+    lock.write(f"{os.getpid()} {pid_namespace()}\n")
     lock.flush()
+    path.with_name(STOP).unlink(missing_ok=True)
     return lock
 
 
@@ -137,7 +141,7 @@ def _run_job(directory: Path, log: OnEvent) -> int:
 
 
 def _train(directory: Path, log: OnEvent) -> "TrainResult":
-    stop = _StopSignals()
+    stop = _StopSignals(directory)
     config = job_config(directory)
     from fp8serve.ranks import torchrun  # imports torch, so only after the lock and the configuration
     from fp8serve.train.trainer import Trainer

@@ -107,7 +107,14 @@ def test_resuming_needs_the_option_and_the_same_arguments(model_dir: Path, tmp_p
         pytest.raises(ModelError, match="Another process is calibrating"),
     ):
         run(model_dir, out, "delayed", resume=True)
+    description = tmp_path / ".out.calibrating" / "run.json"
+    stored = json.loads(description.read_text())
+    description.write_text(json.dumps(stored | {"input_scales": "search"}))  # an option that was removed
+    with pytest.raises(ModelError, match="began with input_scales='search'"):
+        run(model_dir, out, "delayed", resume=True)
     assert not out.exists()
+    description.write_text(json.dumps(stored | {"input_scales": "history", "max_ppl_increase": None}))
+    run(model_dir, out, "delayed", resume=True)
 
 
 def test_resume_without_a_previous_run_starts_one(model_dir: Path, tmp_path: Path) -> None:

@@ -45,6 +45,15 @@ def test_the_error_names_the_option_whose_value_cannot_be_used(field: str, value
         TrainConfig.from_dict({**REQUIRED, field: value})
 
 
+def test_a_removed_option_is_read_at_its_default_only() -> None:
+    """A server queues or pauses a job with every option in its job.json, and a later version runs it."""
+    stored = json.loads(TrainConfig(**REQUIRED).to_json()) | {"ld_alpha": None, "reference_free": False}
+    assert TrainConfig.from_json(json.dumps(stored)) == TrainConfig.from_dict(REQUIRED)
+    for name, value in (("ld_alpha", 0.5), ("reference_free", True)):
+        with pytest.raises(JobError, match=f"Unknown training option '{name}'"):
+            TrainConfig.from_dict(stored | {name: value})
+
+
 def test_history_length_needs_the_recipe_that_has_one() -> None:
     with pytest.raises(JobError, match="'block' has no amax history"):
         TrainConfig.from_dict({**REQUIRED, "recipe": "block", "amax_history_len": 16})

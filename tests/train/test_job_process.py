@@ -160,13 +160,21 @@ def test_the_log_goes_on_after_a_line_that_was_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_a_run_ended_by_sigterm_continues_from_its_checkpoint(tmp_path: Path, configure: Configure) -> None:
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_run_ended_by_sigterm_or_a_stop_file_writes_a_checkpoint(
+    by_file: bool, tmp_path: Path, configure: Configure
+) -> None:
     job = make_job(tmp_path / "job", configure, max_steps=100_000, save_every=None)
+    (job / "stop").touch()  # it was meant for an earlier process
     process = start(job)
     while not (job / "events.jsonl").exists() or not any(e["type"] == "metrics" for e in events(job)[:-1]):
         time.sleep(0.02)
         assert process.poll() is None, process.communicate()
-    process.send_signal(signal.SIGTERM)
+    assert not (job / "stop").exists()
+    if by_file:
+        (job / "stop").touch()
+    else:
+        process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == (EXIT_STOPPED, "", "")
     assert events(job)[-1]["code"] == "stopped"

@@ -22,18 +22,19 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fp8serve.model.storage.files import atomic_file
-from fp8serve.processes import describe_exit, environment_without_group, module_command
+from fp8serve.processes import describe_exit, environment_without_group, module_command, pid_namespace
 from fp8serve.server.faults import safe_text
 from fp8serve.server.finetuning.artifacts import Artifacts, Bucket
 from fp8serve.server.finetuning.database import Job
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.train.events import EVENT_FIELDS, EVENTS
-from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE
+from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE, STOP
 
 log = logging.getLogger("fp8serve.server")
 
@@ -81,13 +82,19 @@ class TrainingProcess:
 
     async def stop(self, seconds: float) -> None:
         """Sends SIGTERM, so that the process writes a checkpoint and ends. Kills it after `seconds`, which loses the
-        steps since the last checkpoint."""
+        steps since the last checkpoint.
+
+        A process on another machine gets a stop file instead, and is never killed.
+        """
+        lock = self.directory / "worker.lock"
         for number, timeout in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
             with contextlib.suppress(ProcessLookupError):
                 if self._process is not None:
                     self._process.send_signal(number)
-                elif (pid := lock_holder(self.directory / "worker.lock")) is not None:
+                elif (pid := lock_holder(lock)) is not None:
                     os.kill(pid, number)
+                elif is_lock_held(lock):
+                    lock.with_name(STOP).touch()
             for _ in range(max(1, int(timeout / POLL_SECONDS))):
                 if self.has_ended():
                     return
@@ -137,15 +144,19 @@ def is_lock_held(path: Path) -> bool:
 
 
 def lock_holder(path: Path) -> int | None:
-    """Returns the process id in the lock file, or None if no process holds the lock."""
+    """Returns the id of the process that holds the lock, or None if there is none on this machine.
+
+    A lock file of an earlier version, which only one server used, has no namespace.
+    """
     if not is_lock_held(path):
         return None
-    text = path.read_text().strip()
-    return int(text) if text.isdigit() else None
+    pid, _, namespace = path.read_text().strip().partition(" ")
+    return int(pid) if pid.isdigit() and namespace in ("", pid_namespace()) else None
 
 
 TRAINING_COMMAND = module_command("fp8serve.train.job_process")
 CANCEL_SECONDS = 60.0  # time limit for the checkpoint of a job that is cancelled or paused
+STATUS_SECONDS = 1.0  # time limit for the status of a job whose process has ended, when the server stops
 RETRY_SECONDS = 5.0  # pause after an unexpected error
 SHARED_POLL_SECONDS = 1.0  # how often an idle server looks for jobs that another one has accepted or left
 MAX_CRASHES = 3
@@ -182,6 +193,7 @@ class JobRunner:
         self._wait_idle = wait_idle
         self._wake_event = asyncio.Event()
         self._process: TrainingProcess | None = None
+        self._unprepared: dict[str, Job] = {}  # jobs of other servers, as they were before this server claimed them
         self._task: asyncio.Task[None] | None = None
 
     def job_dir(self, job_id: str) -> Path:
@@ -202,7 +214,9 @@ class JobRunner:
     async def _run(self) -> None:
         while not self.is_closing:
             try:
-                if (job := await asyncio.to_thread(self._claim)) is not None:
+                job = await asyncio.to_thread(self._claim)
+                await self._release_left_process(job)
+                if job is not None:
                     await self._run_one(job)
                     continue
                 with contextlib.suppress(TimeoutError):
@@ -216,13 +230,15 @@ class JobRunner:
     def _claim(self) -> Job | None:
         """Claims the first job that this server may run and whose files it has. Returns the job as it was before."""
         for job in self.store.unfinished_jobs():
-            if (not self.store.is_shared or self.artifacts.has_job(job.id)) and (claimed := self.store.claim(job.id)):
+            if self.store.is_shared and not self.artifacts.has_job(job.id):
+                continue
+            if job.owner != self.store.front:
+                self._unprepared[job.id] = job
+            if (claimed := self.store.claim(job.id)) is not None:
                 return claimed
         return None
 
     async def _run_one(self, job: Job) -> None:
-        if self._process is not None and self._process.job_id != job.id:  # it was left when the database failed
-            await self._release(self._process)
         self.is_busy = True
         try:
             await self._wait_idle()
@@ -232,15 +248,28 @@ class JobRunner:
             self.is_busy = False
             await self._notify()
 
+    async def _release_left_process(self, claimed: Job | None) -> None:
+        """Releases the process that was left when the database failed, unless this server still has its job."""
+        process = self._process
+        if process is None or (claimed is not None and claimed.id == process.job_id):
+            return
+        if claimed is not None or not await asyncio.to_thread(self.store.owns, process.job_id):
+            await self._release(process)
+            self._process = None
+
     async def close(self, seconds: float) -> None:
-        """Stops the running job at a checkpoint and queues it for the next server. Kills its process after
-        `seconds`."""
+        """Stops the running job at a checkpoint and queues it for the next server. Kills its process after `seconds`.
+
+        If there is a bucket, the checkpoint is copied there before the job is queued, in what is left of `seconds`.
+        """
+        deadline = time.monotonic() + seconds
         self.is_closing = True
         self._wake_event.set()
         if self._process is not None:
             await self._process.stop(seconds)
         if self._task is not None:
-            await asyncio.wait({self._task}, timeout=1.0)
+            rest = 0.0 if self.artifacts.bucket is None else deadline - time.monotonic()
+            await asyncio.wait({self._task}, timeout=max(STATUS_SECONDS, rest))
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self.is_closed = True
@@ -255,8 +284,11 @@ class JobRunner:
                 return
         if self.is_closing or await asyncio.to_thread(self._pause_without_process, job):
             return
-        if self.store.is_shared and job.owner != self.store.front:
-            await self._take_over(job)
+        if self.store.is_shared and (before := self._unprepared.get(job.id)) is not None:
+            await self._take_over(before)  # if it fails, the next pass tries again
+            if self.is_closing:
+                return
+        self._unprepared.pop(job.id, None)
         self._process = process = await TrainingProcess.start(job.id, self.job_dir(job.id), self.command)
         has_result = await self._follow(process)
         self._process = None
@@ -297,8 +329,8 @@ class JobRunner:
         return is_pausing and self.store.set_status(job.id, "paused", "The job is paused.")
 
     async def _follow(self, process: TrainingProcess) -> bool:
-        """Stores the process's events until it ends, and stops it if the job is cancelled or paused. Returns early if
-        another server has claimed the job.
+        """Stores the process's events until it ends, and stops it if the job is cancelled, paused or no longer running.
+        Returns early if another server has claimed the job.
 
         Returns whether the job has a result. It is looked up before the last events are stored, so all events of a
         result are stored, too. A process that an earlier server started may write another result in the meantime; the
@@ -312,10 +344,10 @@ class JobRunner:
                 await self._notify()
             if has_ended:
                 return has_result
-            if job.owner != self.store.front:
+            if job.owner not in (None, self.store.front):
                 await self._release(process)
                 return False
-            if job.cancel_requested or job.pause_requested:
+            if job.status != "running" or job.cancel_requested or job.pause_requested:
                 await process.stop(CANCEL_SECONDS)
                 continue
             with contextlib.suppress(TimeoutError):
@@ -335,7 +367,7 @@ class JobRunner:
         events, offset = read_events(process.directory / EVENTS, job.events_offset)
         if offset > job.events_offset:
             self.store.add_events(job, events, offset)
-        if any(event["type"] == "checkpoint" for event in events):
+        if any(event["type"] == "checkpoint" for event in events) and self.store.owns(job.id):
             self.artifacts.publish_checkpoints(job.id)
         return job, bool(events)
 
@@ -344,6 +376,8 @@ class JobRunner:
         if process.exit_code == EXIT_LOCKED:
             return  # a process that an earlier server started holds the lock; the next pass follows that one
         job = self.store.get(process.job_id)
+        if job.status != "running":
+            return
         if job.owner != self.store.front:
             log.warning("job %s runs on another server, because the lease of this one had ended", job.id)
         elif has_result:

@@ -119,6 +119,10 @@ class JobStore(Database):
                 db.execute("UPDATE jobs SET owner = ? WHERE id = ?", (self.front, job_id))
         return None if row is None else as_job(row)
 
+    def owns(self, job_id: str) -> bool:
+        """Whether this server owns the job."""
+        return bool(self.rows("SELECT 1 FROM jobs WHERE id = ? AND owner = ?", job_id, self.front))
+
     @property
     def _is_free(self) -> str:
         """SQL for a job that this server may run. A server that shares the database needs a lease."""
@@ -199,7 +203,8 @@ class JobStore(Database):
             db.execute(f"UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND {is_unended}", (job_id,))
         if job.status != "running":
             clause = "before it started" if job.started_at is None else "while it was not running"
-            self.set_status(job_id, "cancelled", f"The job was cancelled {clause}.")
+            message = f"The job was cancelled {clause}."  # if it has started meanwhile, its runner cancels it
+            self.set_status(job_id, "cancelled", message, only_from=job.status)
         return self.get(job_id)
 
     def request_pause(self, job_id: str) -> Job:
@@ -367,9 +372,12 @@ def _reason_to_keep(db: Connection, job: Job) -> str | None:
         return f"The job is {status}; cancel it first."
     checkpoint_keys = f"{job.id}:%"
     activated = "SELECT source FROM activated UNION SELECT job FROM activated_adapters"
-    query = f"SELECT 1 FROM ({activated}) AS activated WHERE source = ? OR source LIKE ?"
-    if db.execute(query, (job.id, checkpoint_keys)).fetchone():
+    loading = f"SELECT source FROM swaps WHERE state = 'loading' AND expires_at > {db.now}"
+    is_of_job, keys = "source = ? OR source LIKE ?", (job.id, checkpoint_keys)
+    if db.execute(f"SELECT 1 FROM ({activated}) AS activated WHERE {is_of_job}", keys).fetchone():
         return "The job's result is activated and will be served at the server's next start; activate another first."
+    if db.execute(f"SELECT 1 FROM ({loading}) AS loading WHERE {is_of_job}", keys).fetchone():
+        return "The job's result is being activated."
     condition = "id != ? AND (source = ? OR source LIKE ?)"
     rows = db.execute(f"SELECT * FROM jobs WHERE {condition}", (job.id, job.id, checkpoint_keys)).fetchall()
     if unended := [user.id for user in map(as_job, rows) if user.status not in (FINAL_STATUSES - {"failed"})]:

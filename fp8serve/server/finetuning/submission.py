@@ -15,6 +15,7 @@ JOB_DIR/events.jsonl                  the events, which the server copies to the
 JOB_DIR/out/                          checkpoints and the result
 JOB_DIR/result.json                   the sign that the job has succeeded
 JOB_DIR/worker.lock, worker.log       the lock of the process, and its output
+JOB_DIR/stop                          a server on another machine asks the process to stop
 JOB_DIR/served/step-N/                checkpoints that were exported as models (weight_sources.py)
 
 A client can delete a job that has ended. The server deletes the oldest of them if there are more than it keeps. Neither

@@ -1,14 +1,17 @@
 """Files of jobs in a bucket: other servers run the jobs and serve the results, and bad buckets are refused."""
 
+import asyncio
 import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import fsspec
 import pytest
@@ -16,8 +19,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.artifacts import Artifacts, Bucket
-from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND
+from fp8serve.server.finetuning import fronts, job_runner
+from fp8serve.server.finetuning.artifacts import COMPLETE, Artifacts, Bucket
+from fp8serve.server.finetuning.fronts import Fronts
+from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, TrainingProcess, is_lock_held
+from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.settings import Settings
 from fp8serve.train.scratch import write_random_model
 from tests.patience import eventually, until
@@ -134,6 +140,94 @@ async def test_a_job_continues_on_another_server_from_its_checkpoint(
         answer = await first.client.post("/models/tiny/activate", json={"source": job})
         assert answer.status_code == 200, answer.text
         assert first.state.runner.result_dir(first.state.jobs.get(job)).exists()
+
+
+async def test_a_server_that_stops_copies_the_last_checkpoint_and_queues_the_job(
+    start: Start, database: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_runner, "STATUS_SECONDS", 0.0)
+    async with start(Launcher(), database=database, artifacts=bucket) as server:
+        job = (await submit(server, "held"))["id"]
+        await wait_for_step(server, job)
+        artifacts = server.state.runner.artifacts
+        assert artifacts.bucket is not None
+        put, is_released = artifacts.bucket.put, threading.Event()
+
+        def put_slowly(path: Path, name: str) -> None:
+            if path.name == "step-2":
+                asyncio.run_coroutine_threadsafe(release(), loop)
+                is_released.wait()
+            put(path, name)
+
+        async def release() -> None:
+            await asyncio.sleep(0.5)  # the runner waits meanwhile
+            is_released.set()
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(artifacts.bucket, "put", put_slowly)
+        await server.state.runner.close(600)
+        assert server.state.jobs.get(job).status == "queued"
+        assert "step-2" in artifacts.bucket.names(f"jobs/{job}/out/checkpoints", COMPLETE)
+
+
+async def test_a_takeover_that_fails_is_repeated(
+    start: Start, database: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_runner, "RETRY_SECONDS", 0.01)
+    async with two_servers(start, database, bucket, tmp_path) as (first, second):
+        job = (await submit(first, "held"))["id"]
+        await wait_for_step(first, job)
+        await first.state.runner.close(600)
+        await wait_for(second, job, "queued")
+        artifacts = second.state.runner.artifacts
+        fetch_checkpoints, failures = artifacts.fetch_checkpoints, [True, True]
+
+        def fail_twice(job_id: str) -> None:
+            if failures:
+                failures.pop()
+                raise Fault(Code.STORAGE_UNAVAILABLE, "The bucket cannot be used.")
+            fetch_checkpoints(job_id)
+
+        monkeypatch.setattr(artifacts, "fetch_checkpoints", fail_twice)
+        second.state.runner.job_dir(job).mkdir(exist_ok=True)
+        unblock_job(second, job)
+        run_jobs(second)
+        await wait_for(second, job, "succeeded")
+        assert not failures
+        assert {f"step-{step}" for step in (1, 2)} <= {p.name for p in artifacts.checkpoints_dir(job).iterdir()}
+        events = [event for event in second.state.jobs.events(job) if event.type == "metrics"]
+        assert [event.data["step"] for event in events] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_server_that_has_lost_its_job_stops_its_process_and_publishes_nothing(
+    start: Start, database: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut off from the database while another server claimed the job."""
+    monkeypatch.setattr(job_runner, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(fronts, "LEASE_SECONDS", 1e6)
+    async with start(Launcher(), database=database, artifacts=bucket) as server:
+        job = (await submit(server, "held"))["id"]
+        await wait_for_step(server, job)
+        runner = server.state.runner
+        assert runner.artifacts.bucket is not None
+        checkpoints = f"jobs/{job}/out/checkpoints"
+        await eventually(lambda: runner.artifacts.bucket.names(checkpoints, COMPLETE) == {"step-1"}, "a checkpoint")
+        with closing(JobStore(database)) as other:
+            Fronts(other).renew([])
+
+            def lose_the_job(process: TrainingProcess) -> NoReturn:
+                with other.write() as db:
+                    db.execute("UPDATE jobs SET owner = ? WHERE id = ?", (other.front, job))
+                raise Fault(Code.STORAGE_UNAVAILABLE, "The database cannot be reached.")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(runner, "_store_events", lose_the_job)
+                await eventually(lambda: not is_lock_held(runner.job_dir(job) / "worker.lock"), "the process's end")
+            offset = other.get(job).events_offset
+            assert (runner.artifacts.checkpoints_dir(job) / "step-2").exists()
+            assert runner._store_events(TrainingProcess(job, runner.job_dir(job), None))[1]
+            assert other.get(job).events_offset == offset
+            assert runner.artifacts.bucket.names(checkpoints, COMPLETE) == {"step-1"}
 
 
 @pytest.mark.slow

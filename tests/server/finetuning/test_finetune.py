@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ import pytest
 from hypothesis import strategies as st
 
 from fp8serve.errors import MachineError
-from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, JobRunner, TrainingProcess, read_events
+from fp8serve.model.storage.files import acquire_lock
+from fp8serve.processes import pid_namespace
+from fp8serve.server.finetuning.job_runner import (
+    TRAINING_COMMAND,
+    JobRunner,
+    TrainingProcess,
+    is_lock_held,
+    lock_holder,
+    read_events,
+)
 from fp8serve.server.http.uploads import RowBounds
 from fp8serve.server.schemas.finetune_bodies import JobBody
 from fp8serve.server.settings import ServerLimits
@@ -62,7 +72,7 @@ def unblock_job(server: Server, job_id: str) -> None:
 
 
 def lock_owner(server: Server, job_id: str) -> int:
-    return int((server.state.runner.job_dir(job_id) / "worker.lock").read_text())
+    return int((server.state.runner.job_dir(job_id) / "worker.lock").read_text().split()[0])
 
 
 async def test_an_adapters_job_keeps_its_fields(start: Start) -> None:
@@ -275,6 +285,30 @@ async def test_a_paused_job_ends_with_the_bytes_of_one_that_was_not(start: Start
         assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
 
 
+async def test_a_job_that_starts_while_it_is_cancelled_stops(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request reads that the job is queued, and the runner starts the job before the request cancels it."""
+    async with start() as server:
+        job_id = (await submit(server, "held"))["id"]
+        await wait_for_step(server, job_id)
+        queued = replace(server.state.jobs.get(job_id), status="queued", started_at=None)
+        monkeypatch.setattr(server.state.jobs, "_get_unended", lambda job_id: queued)
+        answer = await server.client.post(f"/finetune/{job_id}/cancel")
+        assert (answer.json()["status"], answer.json()["cancel_requested"]) == ("running", True)
+        await wait_for(server, job_id, "cancelled")
+        assert not is_lock_held(server.state.runner.job_dir(job_id) / "worker.lock")
+
+
+async def test_the_process_of_a_job_that_no_longer_runs_is_stopped(start: Start) -> None:
+    async with start() as server:
+        job_id = (await submit(server, "held"))["id"]
+        await wait_for_step(server, job_id)
+        assert server.state.jobs.set_status(job_id, "cancelled", "The job was cancelled.")
+        lock = server.state.runner.job_dir(job_id) / "worker.lock"
+        await eventually(lambda: not is_lock_held(lock), "the end of the process")
+        await wait_for(server, (await submit(server))["id"], "succeeded")
+        assert server.state.jobs.get(job_id).status == "cancelled"
+
+
 async def test_a_job_that_is_about_to_pause_can_be_resumed_or_cancelled(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +373,25 @@ async def test_a_second_signal_does_not_wait_for_a_checkpoint(start: Start) -> N
         await wait_for(server, job["id"], "succeeded")
         events = (await server.client.get(f"/finetune/{job['id']}/events")).json()["events"]
         assert "stopped" in [e["data"]["code"] for e in events if e["type"] == "message"]
+
+
+async def test_a_process_on_another_machine_gets_no_signal(tmp_path: Path) -> None:
+    """Its id belongs to an unrelated process here."""
+    lock = tmp_path / "worker.lock"
+    with subprocess.Popen(["sleep", "1000"]) as unrelated, acquire_lock(lock, "held") as held:
+        held.write(f"{unrelated.pid} {pid_namespace()}\n")
+        held.flush()
+        assert lock_holder(lock) == unrelated.pid
+        held.truncate(0)
+        held.write(f"{unrelated.pid} another-boot/pid:[1]\n")
+        held.flush()
+        assert lock_holder(lock) is None
+        stop = asyncio.create_task(TrainingProcess("ftjob-1", tmp_path, None).stop(PATIENCE))
+        await eventually((tmp_path / "stop").exists, "the stop file")
+        held.close()
+        await stop
+        assert unrelated.poll() is None
+        unrelated.kill()
 
 
 async def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: Start) -> None:

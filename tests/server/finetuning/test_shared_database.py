@@ -7,12 +7,14 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp8serve.errors import MachineError
+from fp8serve.server.data_directory import DataDirectory
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning import fronts, job_runner, replication
 from fp8serve.server.finetuning.database import NewJob, new_job_id
@@ -133,6 +135,21 @@ def test_a_swap_needs_every_server_that_has_a_lease(database: str) -> None:
         a.set_swapped(swap)
         end_lease(first, of=second)
         assert a.is_complete(swap)
+
+
+@pytest.mark.parametrize("source", ["ftjob-1", "ftjob-1:ckpt-step-5"])
+def test_a_result_that_the_servers_activate_is_not_deleted(database: str, source: str) -> None:
+    with stores(database, 1) as (store,):
+        for job_id in ("ftjob-1", "ftjob-2"):
+            store.create(NEW, job_id, 100)
+            assert store.set_status(job_id, "cancelled", "The job was cancelled.")
+        swap = Fronts(store).propose("tiny", source, 2.0, 1000)
+        with pytest.raises(Fault, match="The job's result is being activated"):
+            store.delete_job("ftjob-1")
+        store.delete_job("ftjob-2")
+        Fronts(store).abort(swap, "No memory.")
+        Fronts(store).propose("tiny", source, 2.0, -1)  # by servers that have ended
+        store.delete_job("ftjob-1")
 
 
 def test_one_server_that_cannot_load_the_weights_aborts_the_swap(database: str) -> None:
@@ -420,6 +437,44 @@ async def test_a_server_starts_with_the_active_weights_or_not_at_all(
         assert "The active weights cannot be served" in str(server.state.models.default.problem)
 
 
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def write_old_folder(data_dir: Path) -> Path:
+    folder = data_dir / "jobs" / "ftjob-old"
+    folder.mkdir(parents=True)
+    os.utime(folder, (1, 1))
+    return folder
+
+
+async def test_files_that_another_database_may_list_are_kept(
+    start: Start, postgres: Any, settings: Settings, tmp_path: Path
+) -> None:
+    of_sqlite, of_postgres = tmp_path / "a", tmp_path / "b"
+    urls = [postgres.url(), postgres.url()]
+    async with start(data_dir=of_sqlite) as server:
+        job = (await submit(server))["id"]
+        await wait_for(server, job, "succeeded")
+    os.utime(of_sqlite / "jobs" / job, (1, 1))
+    async with start(data_dir=of_sqlite, database=urls[0]):
+        pass
+    write_old_folder(of_sqlite)
+    async with start(data_dir=of_sqlite) as server:  # both have been used
+        assert {path.name for path in server.state.runner.root.iterdir()} == {job, "ftjob-old"}
+
+    folder = write_old_folder(of_postgres)
+    for url in (urls[0], urls[0].replace("fp8serve@", "fp8serve:secret@")):  # one database
+        async with start(data_dir=of_postgres, database=url):
+            assert not folder.exists()
+        folder = write_old_folder(of_postgres)
+    async with start(data_dir=of_postgres, database=urls[1]):
+        assert folder.exists()
+    with pytest.raises(MachineError, match="has the files of a PostgreSQL database; give --database, or another"):
+        DataDirectory(replace(settings, data_dir=of_postgres))
+    folder.rmdir()
+    DataDirectory(replace(settings, data_dir=of_postgres)).close()  # nothing is lost
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -526,7 +581,7 @@ def test_another_server_takes_the_job_of_a_killed_one(database: str, tmp_path: P
             assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
             assert second.stop() == 0
         if has_bucket:  # nobody follows the first process any more
-            os.kill(int((folders[0] / "jobs" / job / "worker.lock").read_text()), signal.SIGKILL)
+            os.kill(int((folders[0] / "jobs" / job / "worker.lock").read_text().split()[0]), signal.SIGKILL)
 
 
 @pytest.mark.slow
