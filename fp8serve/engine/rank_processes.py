@@ -8,12 +8,14 @@ import hashlib
 import os
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from fp8serve.model.storage.memory import share_memory
 from fp8serve.processes import describe_exit, module_command, without_interrupts
 from fp8serve.ranks import Ranks, is_rank, join_group, join_torchrun
 
+T = TypeVar("T")
 READY_KEY = "ready"  # of the store: the number of child processes that are ready to connect
 POLL_SECONDS = 0.02
 
@@ -88,7 +91,9 @@ def _connect(
         if on_gpu:
             torch.cuda.set_device(rank)
         with _loopback():
-            ranks = join_group(PrefixStore("group", store), rank, options.tensor_parallel, on_gpu=on_gpu)
+            ranks = _run_beside(
+                children, lambda: join_group(PrefixStore("group", store), rank, options.tensor_parallel, on_gpu=on_gpu)
+            )
     except RuntimeError as error:
         raise GroupError(f"The ranks of the engine could not connect; torch says: {one_line(error)}.") from None
     return _create_group(model_dir, options, ranks, rank, ranks.size, RankGroup(ranks, watch_store, children, on_loss))
@@ -117,7 +122,8 @@ def _create_group(
     """Returns the group, and the options with the GPU or the cores of this rank. Raises GroupError if the ranks
     differ."""
     try:
-        check_identities(ranks.gather(_identity(model_dir, options)))
+        with group.errors():
+            check_identities(ranks.gather(_identity(model_dir, options)))
     except BaseException:
         group.close()
         raise
@@ -154,6 +160,12 @@ def _check_options(options: EngineOptions) -> None:
         raise RequestError(f"With tensor_parallel each rank has its own GPU; use device cuda, not {options.device}.")
     if options.device == "cuda" and options.head_dtype != "bf16":
         raise RequestError("tensor_parallel on GPUs computes the head in BF16; leave head_dtype out.")
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if is_rank() else options.tensor_parallel
+    if options.device == "cuda" and local_size > (num_gpus := torch.cuda.device_count()):
+        raise RequestError(
+            f"tensor_parallel needs a GPU for each rank; {local_size} ranks would run on this machine, whose number of "
+            f"GPUs is {num_gpus}."
+        )
 
 
 def _start_follower(model_dir: Path, options: EngineOptions, rank: int, address: str) -> subprocess.Popen[bytes]:
@@ -167,10 +179,31 @@ def _start_follower(model_dir: Path, options: EngineOptions, rank: int, address:
 def _wait_for_all(store: Any, children: Sequence[subprocess.Popen[bytes]]) -> None:
     """Returns when all child processes are ready to connect. Raises GroupError if one has ended."""
     while store.add(READY_KEY, 0) < len(children):
-        for rank, child in enumerate(children, 1):
-            if child.poll() is not None:
-                raise GroupError(f"Rank {rank} of the engine did not start: {describe_exit(child.returncode)}.")
+        _check_alive(children)
         time.sleep(POLL_SECONDS)
+
+
+def _run_beside(children: Sequence[subprocess.Popen[bytes]], function: Callable[[], T]) -> T:
+    """Returns the result of `function`. It runs in a thread, because torch would wait for days for a child process that
+    has ended. Raises GroupError if one has."""
+    result: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not futures.wait([result], POLL_SECONDS).done:
+        _check_alive(children)
+    return result.result()
+
+
+def _check_alive(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for rank, child in enumerate(children, 1):
+        if child.poll() is not None:
+            raise GroupError(f"Rank {rank} of the engine did not start: {describe_exit(child.returncode)}.")
 
 
 def _connect_store(host: str, port: int) -> Any:

@@ -5,13 +5,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fp8serve.engine import rank_processes
 from fp8serve.engine.engine import Engine
+from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.rank_processes import check_identities
 from fp8serve.errors import Fp8ServeError, GroupError, ModelError, RequestError
 from tests.patience import PATIENCE, until
@@ -106,6 +108,45 @@ def test_an_adapter_that_does_not_fit_changes_nothing(models: Path) -> None:
     with engine(models / "llama", recipe="bf16") as one:
         one.load_adapter("fits", models / "llama-lora")
         assert one.generate(PROMPTS, adapter="fits", **SAMPLED) == first
+
+
+@pytest.mark.distributed
+def test_a_rank_that_dies_while_the_ranks_connect_is_an_error(models: Path) -> None:
+    rank = (
+        "import sys; from fp8serve.engine import rank_processes as ranks\n"
+        "host, _, port = sys.argv[1].partition(':')\n"
+        "ranks._connect_store(host, int(port)).add(ranks.READY_KEY, 1); sys.exit(3)"
+    )
+    program = (
+        "import subprocess, sys; from fp8serve.engine import engine, rank_processes\n"
+        f"command = [sys.executable, '-P', '-c', {rank!r}]\n"
+        "rank_processes._start_follower = lambda *arguments: subprocess.Popen([*command, arguments[-1]])\n"
+        f"engine.Engine({str(models / 'llama')!r}, recipe='bf16', tensor_parallel=2)"
+    )
+    command = [sys.executable, "-P", "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert "GroupError: Rank 1 of the engine did not start: exit status 3." in result.stderr
+    assert result.returncode == 1  # the thread that still connects does not hold the process
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_gpus", "refused"),
+    [
+        ({}, 1, "2 ranks would run on this machine, whose number of GPUs is 1"),
+        ({}, 2, None),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, 1, None),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 1, "2 ranks would run on this machine"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(
+    environment: dict[str, str], num_gpus: int, refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    expected = nullcontext() if refused is None else pytest.raises(RequestError, match=refused)
+    with expected:
+        rank_processes._check_options(EngineOptions(device="cuda", tensor_parallel=2))
 
 
 @pytest.mark.distributed
