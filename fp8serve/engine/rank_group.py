@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any, cast
 
@@ -64,7 +64,7 @@ class RankGroup:
         self.ranks, self.shard = ranks, Shard(ranks.rank, ranks.size)
         self._store, self._children, self._on_loss = store, children, on_loss
         self._loss: Fp8ServeError | None = None
-        self._is_lost, self._is_closed = threading.Event(), threading.Event()
+        self._is_lost, self._is_closed, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._header = torch.zeros(INLINE + 2, dtype=torch.long)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -89,12 +89,31 @@ class RankGroup:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """If a RuntimeError ends the block, raises an Fp8ServeError that says why the ranks cannot continue."""
+        """If a RuntimeError or MemoryError ends the block, raises an Fp8ServeError that says why the ranks cannot
+        continue, and raises it again in every later block. Any other error passes, but unless it is an Fp8ServeError,
+        the ranks cannot continue either, because they are no longer in the same collective."""
+        if self._loss is not None:
+            raise self._loss
         try:
             yield
-        except RuntimeError as error:
+        except Fp8ServeError:
+            raise
+        except BaseException as error:
             self._is_lost.wait(REASON_SECONDS)
-            raise self._loss or MachineError(f"The ranks of the engine cannot continue: {one_line(error)}.") from None
+            reason = one_line(error) or type(error).__name__
+            loss = self._lose(MachineError(f"The ranks of the engine cannot continue: {reason}."))
+            if not isinstance(error, RuntimeError | MemoryError):
+                raise
+            raise loss from None
+
+    def _lose(self, loss: Fp8ServeError) -> Fp8ServeError:
+        """Ends the child processes, and returns why the ranks cannot continue: `loss`, unless there was a reason
+        before."""
+        with self._lock:
+            self._loss = self._loss or loss
+        self._is_lost.set()
+        end_children(self._children)
+        return self._loss
 
     def report(self, error: Fp8ServeError) -> None:
         """Leaves the error that ends this rank for rank 0."""
@@ -112,7 +131,8 @@ class RankGroup:
         if not self._is_closed.is_set():
             self._is_closed.set()
             if self.ranks.is_first and not self._children and self._loss is None:
-                self.send(Op.END, self._header[:0])
+                with suppress(RuntimeError):  # a rank has ended already
+                    self.send(Op.END, self._header[:0])
             end_children(self._children)
             leave_group()
             share_memory(1)
@@ -120,13 +140,11 @@ class RankGroup:
     def _watch(self) -> None:
         """Ends this rank, or on rank 0 the child processes, when a rank is lost, so that no collective waits for it."""
         loss = self._wait_for_loss()
-        if loss is None:
+        if loss is None or self._is_closed.is_set():  # `close` ends the other ranks itself
             return
         if not self.ranks.is_first:
             end_process(1)
-        self._loss = error = self._reported_error() or MachineError(loss)
-        self._is_lost.set()
-        end_children(self._children)
+        error = self._lose(self._reported_error() or MachineError(loss))
         if self._on_loss is not None:
             self._on_loss(error)
         elif not self._children:  # torchrun has started the ranks, and a collective may wait for one that hangs

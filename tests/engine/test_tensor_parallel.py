@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
 from fp8serve.engine import rank_processes
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.rank_group import RankGroup
 from fp8serve.engine.rank_processes import check_identities
-from fp8serve.errors import Fp8ServeError, GroupError, ModelError, RequestError
+from fp8serve.errors import Fp8ServeError, GroupError, MachineError, ModelError, RequestError
+from fp8serve.ranks import Ranks
 from tests.patience import PATIENCE, until
 
 from .adapters import write_random_adapter
@@ -158,6 +162,33 @@ def test_a_rank_that_dies_ends_the_engine_with_an_error(models: Path) -> None:
             two.generate(PROMPTS, **SAMPLED)
     with engine(models / "llama", 2, recipe="bf16") as another:
         assert len(another.generate(PROMPTS, **SAMPLED)) == len(PROMPTS)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("error", [MemoryError, KeyError])
+def test_a_step_that_fails_on_rank_0_ends_the_engine(
+    error: type[Exception], models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = f"The ranks of the engine cannot continue: {error.__name__}."
+    with engine(models / "llama", 2, recipe="bf16") as two:
+        with monkeypatch.context() as patch:
+            patch.setattr(two.loaded.runner, "run_step", Mock(side_effect=error))
+            with pytest.raises(KeyError if error is KeyError else MachineError):
+                two.generate(PROMPTS, **SAMPLED)
+        assert not children()
+        with pytest.raises(MachineError, match=message):
+            two.generate(PROMPTS, **SAMPLED)
+
+
+def test_closing_hides_no_error_and_reports_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: list[Fp8ServeError] = []
+    group = RankGroup(Ranks(0, 2), dist.HashStore(), (), losses.append)
+    monkeypatch.setattr("torch.distributed.broadcast", Mock(side_effect=RuntimeError("Connection reset by peer")))
+    monkeypatch.setattr("fp8serve.engine.rank_group.leave_group", lambda: None)
+    group.close()
+    monkeypatch.setattr(group, "_wait_for_loss", lambda: "Rank 1 of the engine has ended: killed by SIGKILL.")
+    group._watch()
+    assert not losses
 
 
 @pytest.mark.distributed
