@@ -109,7 +109,8 @@ def _join_started(model_dir: Path, options: EngineOptions, on_loss: OnLoss | Non
     attempt = PrefixStore(f"engine {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     if os.environ["RANK"] == "0" and attempt.add("engines", 1) > 1:
         raise GroupError(
-            "The ranks of torchrun have run their engine already; torchrun --max-restarts starts them again."
+            "The ranks of torchrun have run their engine already. On one machine, torchrun --max-restarts starts them "
+            "again; on several, start the command again."
         )
     ranks = join_torchrun(options.device)
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
