@@ -11,8 +11,9 @@ of a CPU are sent by gloo, those of a GPU by NCCL.
 A step that fails on one rank leaves the others in a collective. So every error of a step ends the engine, and the
 server starts it again with new ranks (server/serving/supervisor.py). Two things detect that a rank is lost. If it dies
 in a step, the collectives of the others fail. And every rank writes a counter to the group's store every second: if a
-counter stands still for LOST_SECONDS, the rank hangs. Rank 0 watches all others and its child processes. The others
-watch rank 0, and end when it has ended.
+counter stands still for `lost_seconds`, the process is stopped. (A rank that computes endlessly still counts; the
+server ends it after `--step-seconds`.) Rank 0 watches all others and its child processes. The others watch rank 0, and
+end when it has ended.
 """
 
 import json
@@ -29,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8serve.engine.options import LOST_SECONDS
 from fp8serve.errors import Fp8ServeError, MachineError, one_line
 from fp8serve.fp8.sharded import Shard
 from fp8serve.model.storage.memory import share_memory
@@ -59,10 +59,15 @@ class RankGroup:
     """The ranks of an engine, of which this process is one. On rank 0, `close` ends the others."""
 
     def __init__(
-        self, ranks: Ranks, store: Any, children: Sequence[subprocess.Popen[bytes]], on_loss: OnLoss | None
+        self,
+        ranks: Ranks,
+        store: Any,
+        children: Sequence[subprocess.Popen[bytes]],
+        on_loss: OnLoss | None,
+        lost_seconds: float,
     ) -> None:
         self.ranks, self.shard = ranks, Shard(ranks.rank, ranks.size)
-        self._store, self._children, self._on_loss = store, children, on_loss
+        self._store, self._children, self._on_loss, self._lost_seconds = store, children, on_loss, lost_seconds
         self._loss: Fp8ServeError | None = None
         self._is_lost, self._is_closed, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._header = torch.zeros(INLINE + 2, dtype=torch.long)
@@ -174,8 +179,8 @@ class RankGroup:
                 counts[rank] = new_counts[rank]
                 # if this process was suspended, the other rank is not blamed for it
                 silence[rank] = silence[rank] + min(elapsed, 2 * BEAT_SECONDS) if is_silent else 0.0
-                if silence[rank] > LOST_SECONDS:
-                    return f"Rank {rank} of the engine hangs: no sign of life for {LOST_SECONDS:g} seconds."
+                if silence[rank] > self._lost_seconds:
+                    return f"Rank {rank} of the engine hangs: no sign of life for {self._lost_seconds:g} seconds."
         return None
 
 

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from fp8serve import __version__, logs
 from fp8serve.engine.defaults import with_device
-from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.options import LOST_SECONDS, EngineOptions
 from fp8serve.engine.rank_group import OnLoss, RankGroup, end_children
 from fp8serve.errors import GroupError, RequestError, one_line
 from fp8serve.model.config.decoder import read_config
@@ -37,7 +37,9 @@ READY_KEY = "ready"  # of the store: the number of child processes that are read
 POLL_SECONDS = 0.02
 
 
-def start(model_dir: Path, options: EngineOptions, on_loss: OnLoss | None = None) -> tuple[RankGroup, EngineOptions]:
+def start(
+    model_dir: Path, options: EngineOptions, on_loss: OnLoss | None = None, lost_seconds: float = LOST_SECONDS
+) -> tuple[RankGroup, EngineOptions]:
     """Connects this process with the other ranks of an engine, which it starts unless torchrun has started them.
 
     Returns the group and the options of this rank. Raises RequestError or ModelError, before a process is started, if
@@ -52,29 +54,29 @@ def start(model_dir: Path, options: EngineOptions, on_loss: OnLoss | None = None
             "of its own, and close it before the next one."
         )
     if is_rank():
-        return _join_started(model_dir, options, on_loss)
+        return _join_started(model_dir, options, on_loss, lost_seconds)
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     children: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(1, options.tensor_parallel):
-            children.append(_start_follower(model_dir, options, rank, f"{host}:{port}"))
+            children.append(_start_follower(model_dir, options, rank, lost_seconds, f"{host}:{port}"))
         _wait_for_all(store, children)
-        return _connect(model_dir, options, 0, store, _connect_store(host, port), children, on_loss)
+        return _connect(model_dir, options, 0, store, _connect_store(host, port), children, on_loss, lost_seconds)
     except BaseException:
         end_children(children)
         raise
 
 
 def join_started_by_engine(
-    model_dir: Path, options: EngineOptions, rank: int, address: str
+    model_dir: Path, options: EngineOptions, rank: int, address: str, lost_seconds: float
 ) -> tuple[RankGroup, EngineOptions]:
     """Connects this child process with the engine whose store has the address HOST:PORT, as `start` does."""
     host, _, port = address.partition(":")
     store = _connect_store(host, int(port))
     store.add(READY_KEY, 1)
-    return _connect(model_dir, options, rank, store, _connect_store(host, int(port)), (), None)
+    return _connect(model_dir, options, rank, store, _connect_store(host, int(port)), (), None, lost_seconds)
 
 
 def _connect(
@@ -85,6 +87,7 @@ def _connect(
     watch_store: Any,
     children: Sequence[subprocess.Popen[bytes]],
     on_loss: OnLoss | None,
+    lost_seconds: float,
 ) -> tuple[RankGroup, EngineOptions]:
     on_gpu = options.device.startswith("cuda")
     try:
@@ -96,10 +99,13 @@ def _connect(
             )
     except RuntimeError as error:
         raise GroupError(f"The ranks of the engine could not connect; torch says: {one_line(error)}.") from None
-    return _create_group(model_dir, options, ranks, rank, ranks.size, RankGroup(ranks, watch_store, children, on_loss))
+    group = RankGroup(ranks, watch_store, children, on_loss, lost_seconds)
+    return _create_group(model_dir, options, ranks, rank, ranks.size, group)
 
 
-def _join_started(model_dir: Path, options: EngineOptions, on_loss: OnLoss | None) -> tuple[RankGroup, EngineOptions]:
+def _join_started(
+    model_dir: Path, options: EngineOptions, on_loss: OnLoss | None, lost_seconds: float
+) -> tuple[RankGroup, EngineOptions]:
     """Connects with the ranks that torchrun has started."""
     if (size := int(os.environ["WORLD_SIZE"])) != options.tensor_parallel:
         raise GroupError(
@@ -114,7 +120,8 @@ def _join_started(model_dir: Path, options: EngineOptions, on_loss: OnLoss | Non
         )
     ranks = join_torchrun(options.device)
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    return _create_group(model_dir, options, ranks, local_rank, local_size, RankGroup(ranks, attempt, (), on_loss))
+    group = RankGroup(ranks, attempt, (), on_loss, lost_seconds)
+    return _create_group(model_dir, options, ranks, local_rank, local_size, group)
 
 
 def _create_group(
@@ -169,10 +176,13 @@ def _check_options(options: EngineOptions) -> None:
         )
 
 
-def _start_follower(model_dir: Path, options: EngineOptions, rank: int, address: str) -> subprocess.Popen[bytes]:
+def _start_follower(
+    model_dir: Path, options: EngineOptions, rank: int, lost_seconds: float, address: str
+) -> subprocess.Popen[bytes]:
     log_format = "json" if logs.writes_json() else "plain"
     arguments = "--model", str(model_dir), "--options", options.to_json(), "--log-format", log_format
-    command = module_command("fp8serve.engine.follower", *arguments, "--rank", str(rank), "--store", address)
+    arguments += "--rank", str(rank), "--lost-seconds", str(lost_seconds), "--store", address
+    command = module_command("fp8serve.engine.follower", *arguments)
     with without_interrupts():
         return subprocess.Popen(command, stdin=subprocess.DEVNULL)
 

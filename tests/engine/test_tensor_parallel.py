@@ -2,6 +2,7 @@
 processes. tests/model/test_sharding.py has the families and the recipes."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from fp8serve.engine import rank_processes
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.options import LOST_SECONDS, EngineOptions
 from fp8serve.engine.rank_group import RankGroup
 from fp8serve.engine.rank_processes import check_identities
 from fp8serve.errors import Fp8ServeError, GroupError, MachineError, ModelError, RequestError
@@ -46,7 +47,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(path: Path, ranks: int = 1, **options: Any) -> Iterator[Engine]:
     if "scales" in options:
         options |= {"scales": path / options["scales"]}
-    created = Engine(path, tensor_parallel=ranks, block_size=4, **{"num_blocks": 60} | options)
+    created = Engine(
+        path, tensor_parallel=ranks, block_size=4, **{"num_blocks": 60, "lost_seconds": PATIENCE} | options
+    )
     try:
         yield created
     finally:
@@ -182,7 +185,7 @@ def test_a_step_that_fails_on_rank_0_ends_the_engine(
 
 def test_closing_hides_no_error_and_reports_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     losses: list[Fp8ServeError] = []
-    group = RankGroup(Ranks(0, 2), dist.HashStore(), (), losses.append)
+    group = RankGroup(Ranks(0, 2), dist.HashStore(), (), losses.append, PATIENCE)
     monkeypatch.setattr("torch.distributed.broadcast", Mock(side_effect=RuntimeError("Connection reset by peer")))
     monkeypatch.setattr("fp8serve.engine.rank_group.leave_group", lambda: None)
     group.close()
@@ -193,9 +196,9 @@ def test_closing_hides_no_error_and_reports_no_loss(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.distributed
 def test_a_rank_that_hangs_ends_the_engine_with_an_error(models: Path) -> None:
-    with engine(models / "llama", 2, recipe="bf16") as two:
+    with engine(models / "llama", 2, recipe="bf16", lost_seconds=LOST_SECONDS) as two:
         (rank,) = children()
-        os.kill(rank, 19)
+        os.kill(rank, signal.SIGSTOP)
         with pytest.raises(Fp8ServeError, match="Rank 1 of the engine hangs: no sign of life for 8 seconds"):
             two.generate(PROMPTS, **SAMPLED)
         until(lambda: not children(), "the end of the rank that hung")
@@ -205,7 +208,7 @@ def test_a_rank_that_hangs_ends_the_engine_with_an_error(models: Path) -> None:
 def test_the_ranks_end_with_the_process_of_the_engine(models: Path) -> None:
     program = (
         "import sys, time; from fp8serve.engine.engine import Engine\n"
-        f"engine = Engine({str(models / 'llama')!r}, recipe='bf16', tensor_parallel=2)\n"
+        f"engine = Engine({str(models / 'llama')!r}, recipe='bf16', tensor_parallel=2, lost_seconds=600)\n"
         "print('ready', flush=True); time.sleep(10000)"
     )
     process = subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE)

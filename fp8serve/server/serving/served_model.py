@@ -150,7 +150,7 @@ class ServedModel:
     def hang_reason(self, served: ServedWeights) -> str | None:
         """Returns why the engine process counts as hung, or None if it does not."""
         seconds = self.deadlines.heartbeat
-        if served.source.options.tensor_parallel > 1:  # as for the other ranks (engine/rank_group.py)
+        if served.source.options.tensor_parallel > 1:  # when the other ranks end (engine/rank_group.py)
             seconds = min(seconds, LOST_SECONDS)
         if served.silence >= seconds:
             return f"The engine sent no heartbeat for {seconds:g} seconds and was killed."
