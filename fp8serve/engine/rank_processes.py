@@ -29,6 +29,7 @@ from fp8serve.errors import GroupError, RequestError, one_line
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.network.sharding import shard_config
 from fp8serve.model.storage.memory import share_memory
+from fp8serve.model.storage.versions import weight_version
 from fp8serve.processes import describe_exit, module_command, without_interrupts
 from fp8serve.ranks import Ranks, is_rank, join_group, join_torchrun
 
@@ -146,10 +147,17 @@ def _identity(model_dir: Path, options: EngineOptions) -> dict[str, object]:
     """Returns what must be equal on all ranks. Paths may differ."""
     names = ["recipe", "head_dtype", "kv_cache_dtype", "invariant", "max_lora_rank"]
     names += ["max_num_seqs", "max_model_len", "max_batch_tokens", "block_size"]
-    files = [(path.name, path.stat().st_size) for path in sorted(model_dir.glob("*.safetensors"))]
-    digest = hashlib.sha256((model_dir / "config.json").read_bytes() + repr(files).encode()).hexdigest()
+    files = {"the model files": weight_version(model_dir), "the file of scales": _digest(options.scales)}
     versions = {"fp8serve's version": __version__, "torch's version": torch.__version__}
-    return versions | {f"the option {name}": getattr(options, name) for name in names} | {"model files": digest}
+    return versions | {f"the option {name}": getattr(options, name) for name in names} | files
+
+
+def _digest(path: str | None) -> str | None:
+    """Returns a digest of a file, or None if it cannot be read, which `load` reports."""
+    try:
+        return None if path is None or not Path(path).is_file() else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def check_identities(identities: Sequence[dict[str, object]]) -> None:

@@ -270,3 +270,19 @@ def test_ranks_of_another_version_are_refused() -> None:
     check_identities([here, here])
     with pytest.raises(GroupError, match="rank 2 differs from rank 0 in fp8serve's version"):
         check_identities([here, here, {"fp8serve's version": "2", "model files": "y"}])
+
+
+def test_ranks_of_other_weights_or_scales_are_refused(tmp_path: Path) -> None:
+    paths = [write_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    sizes = [[(file.name, file.stat().st_size) for file in path.glob("*.safetensors")] for path in paths]
+    assert sizes[0] == sizes[1]
+    options = EngineOptions(tensor_parallel=2)
+    with pytest.raises(GroupError, match="rank 1 differs from rank 0 in the model files"):
+        check_identities([rank_processes._identity(path, options) for path in paths])
+    scales = [EngineOptions(tensor_parallel=2, scales=str(tmp_path / name)) for name in ("a", "b", "copy of a")]
+    for one, content in zip(scales, ("a", "b", "a"), strict=True):
+        Path(str(one.scales)).write_text(content)
+    first, second, copy = (rank_processes._identity(paths[0], one) for one in scales)
+    check_identities([first, copy])
+    with pytest.raises(GroupError, match="rank 1 differs from rank 0 in the file of scales"):
+        check_identities([first, second])
