@@ -140,7 +140,9 @@ class Engine:
         from fp8serve.engine import rank_processes  # here, because it imports DTensor, which takes a second
 
         if model is not None:
-            raise RequestError("An engine with tensor_parallel loads its weights itself; leave model or it out.")
+            raise RequestError(
+                "An engine with tensor_parallel loads its weights itself; leave out model or tensor_parallel."
+            )
         check_generates(model_dir, options.task)
         self._group, options = rank_processes.start(model_dir, options, on_loss, lost_seconds)
         if not self._group.ranks.is_first:
