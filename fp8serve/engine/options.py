@@ -124,8 +124,8 @@ class EngineOptions:
         Ge(1),
         Le(1024),
         About(
-            "Processes that divide the model among them. On GPUs each has its own. On a CPU the outputs are those of one "
-            "process."
+            "Processes that divide the model among them. On GPUs each has its own. On a CPU the outputs are those of "
+            "one process."
         ),
     ] = 1
     cache_dir: Annotated[

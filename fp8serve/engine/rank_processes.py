@@ -188,7 +188,7 @@ def _start_follower(
     model_dir: Path, options: EngineOptions, rank: int, lost_seconds: float, address: str
 ) -> subprocess.Popen[bytes]:
     log_format = "json" if logs.writes_json() else "plain"
-    arguments = "--model", str(model_dir), "--options", options.to_json(), "--log-format", log_format
+    arguments = ["--model", str(model_dir), "--options", options.to_json(), "--log-format", log_format]
     arguments += "--rank", str(rank), "--lost-seconds", str(lost_seconds), "--store", address
     command = module_command("fp8serve.engine.follower", *arguments)
     with without_interrupts():
