@@ -32,7 +32,7 @@ from fp8serve.engine.drafting import Drafter, sequences_to_sample
 from fp8serve.engine.flights import Flight
 from fp8serve.engine.grammar import Mask, Masks, validate
 from fp8serve.engine.kv_cache import BlockPool
-from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.options import LOST_SECONDS, EngineOptions
 from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampler import NOT_FINITE, SamplingPlan, launch_sampling
@@ -71,6 +71,7 @@ class Engine:
         *,
         model: Model | None = None,
         on_loss: "OnLoss | None" = None,
+        lost_seconds: float = LOST_SECONDS,
         **options: Any,
     ) -> None:
         """Loads a model.
@@ -79,6 +80,7 @@ class Engine:
             model: a network with weights, as `load_servable` returns it. The engine takes ownership of it and reads
                 only the configuration and the tokenizer from `model_dir`.
             on_loss: is called in another thread if the processes of `tensor_parallel` can no longer continue.
+            lost_seconds: after which one of these processes is lost if it gives no sign of life.
             options: the fields of EngineOptions. `recipe` may also be a Recipe, and `scales` a Path.
         """
         start_time = time.monotonic()
@@ -86,7 +88,7 @@ class Engine:
         self._group: RankGroup | None = None
         engine_options = EngineOptions.of(options)
         if engine_options.tensor_parallel > 1:
-            engine_options = self._start_ranks(Path(model_dir), engine_options, model, on_loss)
+            engine_options = self._start_ranks(Path(model_dir), engine_options, model, on_loss, lost_seconds)
         errors = nullcontext() if self._group is None else self._group.errors()
         try:
             with errors:
@@ -126,16 +128,23 @@ class Engine:
         self._load_seconds = time.monotonic() - start_time
 
     def _start_ranks(
-        self, model_dir: Path, options: EngineOptions, model: Model | None, on_loss: "OnLoss | None"
+        self,
+        model_dir: Path,
+        options: EngineOptions,
+        model: Model | None,
+        on_loss: "OnLoss | None",
+        lost_seconds: float,
     ) -> EngineOptions:
         """Connects with the other ranks and returns the options of this one. On other ranks than 0, which torchrun has
         started, follows rank 0 and never returns."""
         from fp8serve.engine import rank_processes  # here, because it imports DTensor, which takes a second
 
         if model is not None:
-            raise RequestError("An engine with tensor_parallel loads its weights itself; leave model or it out.")
+            raise RequestError(
+                "An engine with tensor_parallel loads its weights itself; leave out model or tensor_parallel."
+            )
         check_generates(model_dir, options.task)
-        self._group, options = rank_processes.start(model_dir, options, on_loss)
+        self._group, options = rank_processes.start(model_dir, options, on_loss, lost_seconds)
         if not self._group.ranks.is_first:
             from fp8serve.engine.follower import follow
 

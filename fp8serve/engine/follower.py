@@ -77,13 +77,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--options", required=True, help="EngineOptions as JSON")
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--lost-seconds", type=float, required=True, help="after which a silent rank 0 is lost")
     parser.add_argument("--store", required=True, help="HOST:PORT of rank 0's store")
     parser.add_argument("--log-format", choices=get_args(logs.LogFormat), default="plain")
     parsed = parser.parse_args(arguments)
     logs.configure(parsed.log_format, f"engine rank {parsed.rank}")
     try:
         options = EngineOptions.from_json(parsed.options)
-        group, options = join_started_by_engine(parsed.model, options, parsed.rank, parsed.store)
+        address = parsed.store, parsed.lost_seconds
+        group, options = join_started_by_engine(parsed.model, options, parsed.rank, *address)
     except Fp8ServeError as error:
         print(f"fp8serve: {error}", file=sys.stderr)
         end_process(1)

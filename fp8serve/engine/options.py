@@ -124,7 +124,8 @@ class EngineOptions:
         Ge(1),
         Le(1024),
         About(
-            "Processes that divide the model among them, each with a GPU of its own. Outputs do not change on a CPU."
+            "Processes that divide the model among them. On GPUs each has its own. On a CPU the outputs are those of "
+            "one process."
         ),
     ] = 1
     cache_dir: Annotated[
@@ -167,7 +168,7 @@ class EngineOptions:
         """Raises RequestError for an option that tensor_parallel does not support."""
         for name in ("cache_dir", "roll_history", "cuda_graphs"):
             if getattr(self, name):
-                raise RequestError(f"{name} needs the whole model in one process; leave it or tensor_parallel out.")
+                raise RequestError(f"{name} needs the whole model in one process; leave out {name} or tensor_parallel.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "EngineOptions":

@@ -11,8 +11,9 @@ of a CPU are sent by gloo, those of a GPU by NCCL.
 A step that fails on one rank leaves the others in a collective. So every error of a step ends the engine, and the
 server starts it again with new ranks (server/serving/supervisor.py). Two things detect that a rank is lost. If it dies
 in a step, the collectives of the others fail. And every rank writes a counter to the group's store every second: if a
-counter stands still for LOST_SECONDS, the rank hangs. Rank 0 watches all others and its child processes. The others
-watch rank 0, and end when it has ended.
+counter stands still for `lost_seconds`, the process is stopped. (A rank that computes endlessly still counts; the
+server ends it after `--step-seconds`.) Rank 0 watches all others and its child processes. The others watch rank 0, and
+end when it has ended.
 """
 
 import json
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any, cast
 
@@ -29,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8serve.engine.options import LOST_SECONDS
 from fp8serve.errors import Fp8ServeError, MachineError, one_line
 from fp8serve.fp8.sharded import Shard
 from fp8serve.model.storage.memory import share_memory
@@ -59,12 +59,17 @@ class RankGroup:
     """The ranks of an engine, of which this process is one. On rank 0, `close` ends the others."""
 
     def __init__(
-        self, ranks: Ranks, store: Any, children: Sequence[subprocess.Popen[bytes]], on_loss: OnLoss | None
+        self,
+        ranks: Ranks,
+        store: Any,
+        children: Sequence[subprocess.Popen[bytes]],
+        on_loss: OnLoss | None,
+        lost_seconds: float,
     ) -> None:
         self.ranks, self.shard = ranks, Shard(ranks.rank, ranks.size)
-        self._store, self._children, self._on_loss = store, children, on_loss
+        self._store, self._children, self._on_loss, self._lost_seconds = store, children, on_loss, lost_seconds
         self._loss: Fp8ServeError | None = None
-        self._is_lost, self._is_closed = threading.Event(), threading.Event()
+        self._is_lost, self._is_closed, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._header = torch.zeros(INLINE + 2, dtype=torch.long)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -89,12 +94,31 @@ class RankGroup:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """If a RuntimeError ends the block, raises an Fp8ServeError that says why the ranks cannot continue."""
+        """If a RuntimeError or MemoryError ends the block, raises an Fp8ServeError that says why the ranks cannot
+        continue, and raises it again in every later block. Any other error passes, but unless it is an Fp8ServeError,
+        the ranks cannot continue either, because they are no longer in the same collective."""
+        if self._loss is not None:
+            raise self._loss
         try:
             yield
-        except RuntimeError as error:
+        except Fp8ServeError:
+            raise
+        except BaseException as error:
             self._is_lost.wait(REASON_SECONDS)
-            raise self._loss or MachineError(f"The ranks of the engine cannot continue: {one_line(error)}.") from None
+            reason = one_line(error) or type(error).__name__
+            loss = self._lose(MachineError(f"The ranks of the engine cannot continue: {reason}."))
+            if not isinstance(error, RuntimeError | MemoryError):
+                raise
+            raise loss from None
+
+    def _lose(self, loss: Fp8ServeError) -> Fp8ServeError:
+        """Ends the child processes, and returns why the ranks cannot continue: `loss`, unless there was a reason
+        before."""
+        with self._lock:
+            self._loss = self._loss or loss
+        self._is_lost.set()
+        end_children(self._children)
+        return self._loss
 
     def report(self, error: Fp8ServeError) -> None:
         """Leaves the error that ends this rank for rank 0."""
@@ -112,7 +136,8 @@ class RankGroup:
         if not self._is_closed.is_set():
             self._is_closed.set()
             if self.ranks.is_first and not self._children and self._loss is None:
-                self.send(Op.END, self._header[:0])
+                with suppress(RuntimeError):  # a rank has ended already
+                    self.send(Op.END, self._header[:0])
             end_children(self._children)
             leave_group()
             share_memory(1)
@@ -120,13 +145,11 @@ class RankGroup:
     def _watch(self) -> None:
         """Ends this rank, or on rank 0 the child processes, when a rank is lost, so that no collective waits for it."""
         loss = self._wait_for_loss()
-        if loss is None:
+        if loss is None or self._is_closed.is_set():  # `close` ends the other ranks itself
             return
         if not self.ranks.is_first:
             end_process(1)
-        self._loss = error = self._reported_error() or MachineError(loss)
-        self._is_lost.set()
-        end_children(self._children)
+        error = self._lose(self._reported_error() or MachineError(loss))
         if self._on_loss is not None:
             self._on_loss(error)
         elif not self._children:  # torchrun has started the ranks, and a collective may wait for one that hangs
@@ -156,8 +179,8 @@ class RankGroup:
                 counts[rank] = new_counts[rank]
                 # if this process was suspended, the other rank is not blamed for it
                 silence[rank] = silence[rank] + min(elapsed, 2 * BEAT_SECONDS) if is_silent else 0.0
-                if silence[rank] > LOST_SECONDS:
-                    return f"Rank {rank} of the engine hangs: no sign of life for {LOST_SECONDS:g} seconds."
+                if silence[rank] > self._lost_seconds:
+                    return f"Rank {rank} of the engine hangs: no sign of life for {self._lost_seconds:g} seconds."
         return None
 
 

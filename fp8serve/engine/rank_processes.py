@@ -8,12 +8,14 @@ import hashlib
 import os
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,20 +23,24 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from fp8serve import __version__, logs
 from fp8serve.engine.defaults import with_device
-from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.options import LOST_SECONDS, EngineOptions
 from fp8serve.engine.rank_group import OnLoss, RankGroup, end_children
 from fp8serve.errors import GroupError, RequestError, one_line
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.network.sharding import shard_config
 from fp8serve.model.storage.memory import share_memory
+from fp8serve.model.storage.versions import weight_version
 from fp8serve.processes import describe_exit, module_command, without_interrupts
 from fp8serve.ranks import Ranks, is_rank, join_group, join_torchrun
 
+T = TypeVar("T")
 READY_KEY = "ready"  # of the store: the number of child processes that are ready to connect
 POLL_SECONDS = 0.02
 
 
-def start(model_dir: Path, options: EngineOptions, on_loss: OnLoss | None = None) -> tuple[RankGroup, EngineOptions]:
+def start(
+    model_dir: Path, options: EngineOptions, on_loss: OnLoss | None = None, lost_seconds: float = LOST_SECONDS
+) -> tuple[RankGroup, EngineOptions]:
     """Connects this process with the other ranks of an engine, which it starts unless torchrun has started them.
 
     Returns the group and the options of this rank. Raises RequestError or ModelError, before a process is started, if
@@ -49,29 +55,29 @@ def start(model_dir: Path, options: EngineOptions, on_loss: OnLoss | None = None
             "of its own, and close it before the next one."
         )
     if is_rank():
-        return _join_started(model_dir, options, on_loss)
+        return _join_started(model_dir, options, on_loss, lost_seconds)
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     children: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(1, options.tensor_parallel):
-            children.append(_start_follower(model_dir, options, rank, f"{host}:{port}"))
+            children.append(_start_follower(model_dir, options, rank, lost_seconds, f"{host}:{port}"))
         _wait_for_all(store, children)
-        return _connect(model_dir, options, 0, store, _connect_store(host, port), children, on_loss)
+        return _connect(model_dir, options, 0, store, _connect_store(host, port), children, on_loss, lost_seconds)
     except BaseException:
         end_children(children)
         raise
 
 
 def join_started_by_engine(
-    model_dir: Path, options: EngineOptions, rank: int, address: str
+    model_dir: Path, options: EngineOptions, rank: int, address: str, lost_seconds: float
 ) -> tuple[RankGroup, EngineOptions]:
     """Connects this child process with the engine whose store has the address HOST:PORT, as `start` does."""
     host, _, port = address.partition(":")
     store = _connect_store(host, int(port))
     store.add(READY_KEY, 1)
-    return _connect(model_dir, options, rank, store, _connect_store(host, int(port)), (), None)
+    return _connect(model_dir, options, rank, store, _connect_store(host, int(port)), (), None, lost_seconds)
 
 
 def _connect(
@@ -82,19 +88,25 @@ def _connect(
     watch_store: Any,
     children: Sequence[subprocess.Popen[bytes]],
     on_loss: OnLoss | None,
+    lost_seconds: float,
 ) -> tuple[RankGroup, EngineOptions]:
     on_gpu = options.device.startswith("cuda")
     try:
         if on_gpu:
             torch.cuda.set_device(rank)
         with _loopback():
-            ranks = join_group(PrefixStore("group", store), rank, options.tensor_parallel, on_gpu=on_gpu)
+            ranks = _run_beside(
+                children, lambda: join_group(PrefixStore("group", store), rank, options.tensor_parallel, on_gpu=on_gpu)
+            )
     except RuntimeError as error:
         raise GroupError(f"The ranks of the engine could not connect; torch says: {one_line(error)}.") from None
-    return _create_group(model_dir, options, ranks, rank, ranks.size, RankGroup(ranks, watch_store, children, on_loss))
+    group = RankGroup(ranks, watch_store, children, on_loss, lost_seconds)
+    return _create_group(model_dir, options, ranks, rank, ranks.size, group)
 
 
-def _join_started(model_dir: Path, options: EngineOptions, on_loss: OnLoss | None) -> tuple[RankGroup, EngineOptions]:
+def _join_started(
+    model_dir: Path, options: EngineOptions, on_loss: OnLoss | None, lost_seconds: float
+) -> tuple[RankGroup, EngineOptions]:
     """Connects with the ranks that torchrun has started."""
     if (size := int(os.environ["WORLD_SIZE"])) != options.tensor_parallel:
         raise GroupError(
@@ -104,11 +116,13 @@ def _join_started(model_dir: Path, options: EngineOptions, on_loss: OnLoss | Non
     attempt = PrefixStore(f"engine {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     if os.environ["RANK"] == "0" and attempt.add("engines", 1) > 1:
         raise GroupError(
-            "The ranks of torchrun have run their engine already; torchrun --max-restarts starts them again."
+            "The ranks of torchrun have run their engine already. On one machine, torchrun --max-restarts starts them "
+            "again; on several, start the command again."
         )
     ranks = join_torchrun(options.device)
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    return _create_group(model_dir, options, ranks, local_rank, local_size, RankGroup(ranks, attempt, (), on_loss))
+    group = RankGroup(ranks, attempt, (), on_loss, lost_seconds)
+    return _create_group(model_dir, options, ranks, local_rank, local_size, group)
 
 
 def _create_group(
@@ -117,7 +131,8 @@ def _create_group(
     """Returns the group, and the options with the GPU or the cores of this rank. Raises GroupError if the ranks
     differ."""
     try:
-        check_identities(ranks.gather(_identity(model_dir, options)))
+        with group.errors():
+            check_identities(ranks.gather(_identity(model_dir, options)))
     except BaseException:
         group.close()
         raise
@@ -132,10 +147,17 @@ def _identity(model_dir: Path, options: EngineOptions) -> dict[str, object]:
     """Returns what must be equal on all ranks. Paths may differ."""
     names = ["recipe", "head_dtype", "kv_cache_dtype", "invariant", "max_lora_rank"]
     names += ["max_num_seqs", "max_model_len", "max_batch_tokens", "block_size"]
-    files = [(path.name, path.stat().st_size) for path in sorted(model_dir.glob("*.safetensors"))]
-    digest = hashlib.sha256((model_dir / "config.json").read_bytes() + repr(files).encode()).hexdigest()
+    files = {"the model files": weight_version(model_dir), "the file of scales": _digest(options.scales)}
     versions = {"fp8serve's version": __version__, "torch's version": torch.__version__}
-    return versions | {f"the option {name}": getattr(options, name) for name in names} | {"model files": digest}
+    return versions | {f"the option {name}": getattr(options, name) for name in names} | files
+
+
+def _digest(path: str | None) -> str | None:
+    """Returns a digest of a file, or None if it cannot be read, which `load` reports."""
+    try:
+        return None if path is None or not Path(path).is_file() else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def check_identities(identities: Sequence[dict[str, object]]) -> None:
@@ -154,12 +176,21 @@ def _check_options(options: EngineOptions) -> None:
         raise RequestError(f"With tensor_parallel each rank has its own GPU; use device cuda, not {options.device}.")
     if options.device == "cuda" and options.head_dtype != "bf16":
         raise RequestError("tensor_parallel on GPUs computes the head in BF16; leave head_dtype out.")
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if is_rank() else options.tensor_parallel
+    if options.device == "cuda" and local_size > (num_gpus := torch.cuda.device_count()):
+        raise RequestError(
+            f"tensor_parallel needs a GPU for each rank; {local_size} ranks would run on this machine, whose number of "
+            f"GPUs is {num_gpus}."
+        )
 
 
-def _start_follower(model_dir: Path, options: EngineOptions, rank: int, address: str) -> subprocess.Popen[bytes]:
+def _start_follower(
+    model_dir: Path, options: EngineOptions, rank: int, lost_seconds: float, address: str
+) -> subprocess.Popen[bytes]:
     log_format = "json" if logs.writes_json() else "plain"
-    arguments = "--model", str(model_dir), "--options", options.to_json(), "--log-format", log_format
-    command = module_command("fp8serve.engine.follower", *arguments, "--rank", str(rank), "--store", address)
+    arguments = ["--model", str(model_dir), "--options", options.to_json(), "--log-format", log_format]
+    arguments += "--rank", str(rank), "--lost-seconds", str(lost_seconds), "--store", address
+    command = module_command("fp8serve.engine.follower", *arguments)
     with without_interrupts():
         return subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
@@ -167,10 +198,31 @@ def _start_follower(model_dir: Path, options: EngineOptions, rank: int, address:
 def _wait_for_all(store: Any, children: Sequence[subprocess.Popen[bytes]]) -> None:
     """Returns when all child processes are ready to connect. Raises GroupError if one has ended."""
     while store.add(READY_KEY, 0) < len(children):
-        for rank, child in enumerate(children, 1):
-            if child.poll() is not None:
-                raise GroupError(f"Rank {rank} of the engine did not start: {describe_exit(child.returncode)}.")
+        _check_alive(children)
         time.sleep(POLL_SECONDS)
+
+
+def _run_beside(children: Sequence[subprocess.Popen[bytes]], function: Callable[[], T]) -> T:
+    """Returns the result of `function`. It runs in a thread, because torch would wait for days for a child process that
+    has ended. Raises GroupError if one has."""
+    result: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not futures.wait([result], POLL_SECONDS).done:
+        _check_alive(children)
+    return result.result()
+
+
+def _check_alive(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for rank, child in enumerate(children, 1):
+        if child.poll() is not None:
+            raise GroupError(f"Rank {rank} of the engine did not start: {describe_exit(child.returncode)}.")
 
 
 def _connect_store(host: str, port: int) -> Any:

@@ -201,9 +201,10 @@ class Settings(EngineOptions):
         ),
     ] = ()
     drain_seconds: Annotated[float, Ge(0), About("Seconds for requests to finish after SIGTERM.")] = 30.0
-    heartbeat_seconds: Annotated[Seconds, About("Seconds without a heartbeat after which the engine is restarted.")] = (
-        30.0
-    )
+    heartbeat_seconds: Annotated[
+        Seconds,
+        About("Seconds without a heartbeat after which the engine is restarted; with `tensor_parallel`, 8 at most."),
+    ] = 30.0
     step_seconds: Annotated[Seconds, About("Seconds of one step after which the engine is restarted.")] = 600.0
     load_seconds: Annotated[Seconds, About("Seconds for weights to load.")] = 1800.0
     transfer_seconds: Annotated[

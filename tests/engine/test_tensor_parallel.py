@@ -2,18 +2,25 @@
 processes. tests/model/test_sharding.py has the families and the recipes."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
+from fp8serve.engine import rank_processes
 from fp8serve.engine.engine import Engine
+from fp8serve.engine.options import LOST_SECONDS, EngineOptions
+from fp8serve.engine.rank_group import RankGroup
 from fp8serve.engine.rank_processes import check_identities
-from fp8serve.errors import Fp8ServeError, GroupError, ModelError, RequestError
+from fp8serve.errors import Fp8ServeError, GroupError, MachineError, ModelError, RequestError
+from fp8serve.ranks import Ranks
 from tests.patience import PATIENCE, until
 
 from .adapters import write_random_adapter
@@ -40,7 +47,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(path: Path, ranks: int = 1, **options: Any) -> Iterator[Engine]:
     if "scales" in options:
         options |= {"scales": path / options["scales"]}
-    created = Engine(path, tensor_parallel=ranks, block_size=4, **{"num_blocks": 60} | options)
+    created = Engine(
+        path, tensor_parallel=ranks, block_size=4, **{"num_blocks": 60, "lost_seconds": PATIENCE} | options
+    )
     try:
         yield created
     finally:
@@ -109,6 +118,45 @@ def test_an_adapter_that_does_not_fit_changes_nothing(models: Path) -> None:
 
 
 @pytest.mark.distributed
+def test_a_rank_that_dies_while_the_ranks_connect_is_an_error(models: Path) -> None:
+    rank = (
+        "import sys; from fp8serve.engine import rank_processes as ranks\n"
+        "host, _, port = sys.argv[1].partition(':')\n"
+        "ranks._connect_store(host, int(port)).add(ranks.READY_KEY, 1); sys.exit(3)"
+    )
+    program = (
+        "import subprocess, sys; from fp8serve.engine import engine, rank_processes\n"
+        f"command = [sys.executable, '-P', '-c', {rank!r}]\n"
+        "rank_processes._start_follower = lambda *arguments: subprocess.Popen([*command, arguments[-1]])\n"
+        f"engine.Engine({str(models / 'llama')!r}, recipe='bf16', tensor_parallel=2)"
+    )
+    command = [sys.executable, "-P", "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert "GroupError: Rank 1 of the engine did not start: exit status 3." in result.stderr
+    assert result.returncode == 1  # the thread that still connects does not hold the process
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_gpus", "refused"),
+    [
+        ({}, 1, "2 ranks would run on this machine, whose number of GPUs is 1"),
+        ({}, 2, None),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, 1, None),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 1, "2 ranks would run on this machine"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(
+    environment: dict[str, str], num_gpus: int, refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    expected = nullcontext() if refused is None else pytest.raises(RequestError, match=refused)
+    with expected:
+        rank_processes._check_options(EngineOptions(device="cuda", tensor_parallel=2))
+
+
+@pytest.mark.distributed
 def test_a_rank_that_dies_ends_the_engine_with_an_error(models: Path) -> None:
     with engine(models / "llama", 2, recipe="bf16") as two:
         (rank,) = children()
@@ -120,10 +168,37 @@ def test_a_rank_that_dies_ends_the_engine_with_an_error(models: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_rank_that_hangs_ends_the_engine_with_an_error(models: Path) -> None:
+@pytest.mark.parametrize("error", [MemoryError, KeyError])
+def test_a_step_that_fails_on_rank_0_ends_the_engine(
+    error: type[Exception], models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = f"The ranks of the engine cannot continue: {error.__name__}."
     with engine(models / "llama", 2, recipe="bf16") as two:
+        with monkeypatch.context() as patch:
+            patch.setattr(two.loaded.runner, "run_step", Mock(side_effect=error))
+            with pytest.raises(KeyError if error is KeyError else MachineError):
+                two.generate(PROMPTS, **SAMPLED)
+        assert not children()
+        with pytest.raises(MachineError, match=message):
+            two.generate(PROMPTS, **SAMPLED)
+
+
+def test_closing_hides_no_error_and_reports_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: list[Fp8ServeError] = []
+    group = RankGroup(Ranks(0, 2), dist.HashStore(), (), losses.append, PATIENCE)
+    monkeypatch.setattr("torch.distributed.broadcast", Mock(side_effect=RuntimeError("Connection reset by peer")))
+    monkeypatch.setattr("fp8serve.engine.rank_group.leave_group", lambda: None)
+    group.close()
+    monkeypatch.setattr(group, "_wait_for_loss", lambda: "Rank 1 of the engine has ended: killed by SIGKILL.")
+    group._watch()
+    assert not losses
+
+
+@pytest.mark.distributed
+def test_a_rank_that_hangs_ends_the_engine_with_an_error(models: Path) -> None:
+    with engine(models / "llama", 2, recipe="bf16", lost_seconds=LOST_SECONDS) as two:
         (rank,) = children()
-        os.kill(rank, 19)
+        os.kill(rank, signal.SIGSTOP)
         with pytest.raises(Fp8ServeError, match="Rank 1 of the engine hangs: no sign of life for 8 seconds"):
             two.generate(PROMPTS, **SAMPLED)
         until(lambda: not children(), "the end of the rank that hung")
@@ -133,7 +208,7 @@ def test_a_rank_that_hangs_ends_the_engine_with_an_error(models: Path) -> None:
 def test_the_ranks_end_with_the_process_of_the_engine(models: Path) -> None:
     program = (
         "import sys, time; from fp8serve.engine.engine import Engine\n"
-        f"engine = Engine({str(models / 'llama')!r}, recipe='bf16', tensor_parallel=2)\n"
+        f"engine = Engine({str(models / 'llama')!r}, recipe='bf16', tensor_parallel=2, lost_seconds=600)\n"
         "print('ready', flush=True); time.sleep(10000)"
     )
     process = subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE)
@@ -154,7 +229,12 @@ def test_the_ranks_end_with_the_process_of_the_engine(models: Path) -> None:
         ("llama", {"intermediate_size": 98}, {}, "does not divide the 98 elements of an MLP"),
         ("qwen2_moe", {"moe_intermediate_size": 50}, {}, "does not divide the 50 elements of an expert"),
         ("olmo3", {}, {}, "normalizes all heads together"),
-        ("llama", {}, {"cache_dir": "somewhere"}, "cache_dir needs the whole model in one process"),
+        (
+            "llama",
+            {},
+            {"cache_dir": "somewhere"},
+            "cache_dir needs the whole model in one process; leave out cache_dir or",
+        ),
         ("llama", {}, {"roll_history": True}, "roll_history needs the whole model in one process"),
         ("llama", {}, {"device": "cuda:1"}, "each rank has its own GPU; use device cuda, not cuda:1"),
     ],
@@ -186,7 +266,7 @@ def test_the_weights_of_several_processes_cannot_be_replaced(models: Path) -> No
             two.load_weights(models / "llama")
         with pytest.raises(GroupError, match="close it before the next one"), engine(models / "llama", 2):
             pass
-        with pytest.raises(RequestError, match="leave model or it out"):
+        with pytest.raises(RequestError, match="leave out model or tensor_parallel"):
             Engine(models / "llama", tensor_parallel=2, model=two.loaded.runner.model)
 
 
@@ -195,3 +275,19 @@ def test_ranks_of_another_version_are_refused() -> None:
     check_identities([here, here])
     with pytest.raises(GroupError, match="rank 2 differs from rank 0 in fp8serve's version"):
         check_identities([here, here, {"fp8serve's version": "2", "model files": "y"}])
+
+
+def test_ranks_of_other_weights_or_scales_are_refused(tmp_path: Path) -> None:
+    paths = [write_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    sizes = [[(file.name, file.stat().st_size) for file in path.glob("*.safetensors")] for path in paths]
+    assert sizes[0] == sizes[1]
+    options = EngineOptions(tensor_parallel=2)
+    with pytest.raises(GroupError, match="rank 1 differs from rank 0 in the model files"):
+        check_identities([rank_processes._identity(path, options) for path in paths])
+    scales = [EngineOptions(tensor_parallel=2, scales=str(tmp_path / name)) for name in ("a", "b", "copy of a")]
+    for one, content in zip(scales, ("a", "b", "a"), strict=True):
+        Path(str(one.scales)).write_text(content)
+    first, second, copy = (rank_processes._identity(paths[0], one) for one in scales)
+    check_identities([first, copy])
+    with pytest.raises(GroupError, match="rank 1 differs from rank 0 in the file of scales"):
+        check_identities([first, second])

@@ -18,17 +18,12 @@ from fp8serve.engine.options import LOST_SECONDS
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.model.storage.versions import weight_version
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.output_parsers.output_format import detect_format
 from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.served_scales import ScaleHistory
-from fp8serve.server.serving.served_weights import (
-    Launch,
-    ServedAdapter,
-    ServedWeights,
-    WeightSource,
-    weight_version,
-)
+from fp8serve.server.serving.served_weights import Launch, ServedAdapter, ServedWeights, WeightSource
 from fp8serve.server.settings import Deadlines
 
 log = logging.getLogger("fp8serve.server")
@@ -150,7 +145,7 @@ class ServedModel:
     def hang_reason(self, served: ServedWeights) -> str | None:
         """Returns why the engine process counts as hung, or None if it does not."""
         seconds = self.deadlines.heartbeat
-        if served.source.options.tensor_parallel > 1:  # as for the other ranks (engine/rank_group.py)
+        if served.source.options.tensor_parallel > 1:  # when the other ranks end (engine/rank_group.py)
             seconds = min(seconds, LOST_SECONDS)
         if served.silence >= seconds:
             return f"The engine sent no heartbeat for {seconds:g} seconds and was killed."

@@ -6,9 +6,7 @@ model that names the adapter. It waits in the model's queue and is counted under
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import os
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +23,6 @@ from fp8serve.model.text.tokenizer_facts import TokenizerFacts, describe
 from fp8serve.server.output_parsers.output_format import OutputFormat
 from fp8serve.server.serving.admission import Admission
 
-SAMPLE_BYTES = 1 << 16
 MAX_SECONDS_PER_UPDATE = 1.0
 log = logging.getLogger("fp8serve.server")
 PLAIN = OutputFormat("none", "none")
@@ -190,20 +187,3 @@ def _read_if_present(path: Path) -> bytes | None:
             return file.read()
     except (OSError, ModelError):
         return None
-
-
-def weight_version(directory: Path) -> str:
-    """Returns 12 hexadecimal digits that identify the config and the weights of `directory`.
-
-    They are a hash of each file's size, beginning, middle and end, because hashing whole files would take minutes.
-    """
-    digest = hashlib.sha256()
-    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
-        if path.is_file():
-            with open_member(path, error=ModelError) as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(f"{path.name}:{size}".encode())
-                for offset in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
-                    file.seek(offset)
-                    digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:12]

@@ -22,10 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8serve.errors import Fp8ServeError
+from fp8serve.model.storage.versions import weight_version
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.served_model import Probation, SaveActivation, ServedModel
-from fp8serve.server.serving.served_weights import ServedWeights, WeightSource, have_same_text_files, weight_version
+from fp8serve.server.serving.served_weights import ServedWeights, WeightSource, have_same_text_files
 from fp8serve.server.serving.verification import UNVERIFIED, Verification, Verified
 
 log = logging.getLogger("fp8serve.server")
