@@ -25,10 +25,11 @@ from fp8serve import __version__, logs
 from fp8serve.engine.defaults import with_device
 from fp8serve.engine.options import LOST_SECONDS, EngineOptions
 from fp8serve.engine.rank_group import OnLoss, RankGroup, end_children
-from fp8serve.errors import GroupError, RequestError, one_line
+from fp8serve.errors import Fp8ServeError, GroupError, RequestError, one_line
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.network.sharding import shard_config
 from fp8serve.model.storage.memory import share_memory
+from fp8serve.model.storage.opening import open_file
 from fp8serve.model.storage.versions import weight_version
 from fp8serve.processes import describe_exit, module_command, without_interrupts
 from fp8serve.ranks import Ranks, is_rank, join_group, join_torchrun
@@ -154,9 +155,12 @@ def _identity(model_dir: Path, options: EngineOptions) -> dict[str, object]:
 
 def _digest(path: str | None) -> str | None:
     """Returns a digest of a file, or None if it cannot be read, which `load` reports."""
+    if path is None:
+        return None
     try:
-        return None if path is None or not Path(path).is_file() else hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
+        with open_file(Path(path)) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, Fp8ServeError):
         return None
 
 
