@@ -58,19 +58,26 @@ def functions(listing: str) -> Iterator[tuple[str, list[Instruction]]]:
         if symbol := _SYMBOL.match(line):
             yield name, code
             name, code = symbol[1], []
-        elif found := _INSTRUCTION.match(line):
-            code.append(Instruction(int(found[1], 16), found[2], found[3]))
+        elif match := _INSTRUCTION.match(line):
+            code.append(Instruction(int(match[1], 16), match[2], match[3]))
     yield name, code
 
 
 def per_64(code: list[Instruction]) -> float | None:
     """Returns the instructions for 64 multiply-adds of the innermost loop that has most of them, or None."""
-    places = {instruction.address: i for i, instruction in enumerate(code)}
-    ends = [(places[t], i) for i, x in enumerate(code) if (t := x.target()) in places and places[t] <= i]
-    innermost = [(b, e) for b, e in ends if not any(b <= b2 and e2 <= e and (b2, e2) != (b, e) for b2, e2 in ends)]
-    sums = [(sum(x.multiply_adds() for x in code[begin : end + 1]), end + 1 - begin) for begin, end in innermost]
-    products, count = max(sums, default=(0, 0))
-    return 64 * count / products if products else None
+    indices = {instruction.address: index for index, instruction in enumerate(code)}
+    loops = [
+        (begin, end)
+        for end, instruction in enumerate(code)
+        if (begin := indices.get(instruction.target() or -1, len(code))) <= end
+    ]
+    sizes = []
+    for begin, end in loops:
+        if not any(begin <= other[0] and other[1] <= end and other != (begin, end) for other in loops):
+            body = code[begin : end + 1]
+            sizes.append((sum(instruction.multiply_adds() for instruction in body), len(body)))
+    products, instructions = max(sizes, default=(0, 0))
+    return 64 * instructions / products if products else None
 
 
 def count(listing: str) -> dict[tuple[str, str, int], float]:
@@ -86,7 +93,7 @@ def count(listing: str) -> dict[tuple[str, str, int], float]:
 
 
 def table(counts: dict[tuple[str, str, int], float]) -> str:
-    columns = [column for column in COLUMNS if any(found[1:] == column for found in counts)]
+    columns = [column for column in COLUMNS if any((kind, rows) == column for _, kind, rows in counts)]
     header = ["level", *(f"{kind}, {rows} row{'s' * (rows > 1)}" for kind, rows in columns)]
     lines = [header, ["---"] * len(header)]
     for level in LEVELS:
@@ -104,7 +111,12 @@ def main() -> None:
     counts = {}
     for library in options.libraries:
         command = [options.objdump, "-d", "-C", "--no-show-raw-insn", library]
-        counts |= count(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        listing = subprocess.run(command, capture_output=True, text=True)
+        if listing.returncode:
+            parser.error(f"{library} cannot be disassembled: {listing.stderr.strip()}")
+        counts |= count(listing.stdout)
+    if not counts:
+        parser.error("no function of a product was listed: an installed library has no symbols; give that in build/")
     print(table(counts))
 
 

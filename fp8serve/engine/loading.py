@@ -155,7 +155,7 @@ def load(
     phases: Phases | None = None,
     group: "RankGroup | None" = None,
 ) -> LoadedModel:
-    """Loads a model directory. If `network` is given, its weights are used. All ranks of a `group` call this function,
+    """Loads a model directory. With `network`, its weights are used. All ranks of a `group` call this function,
     and each gets its part of the model. Raises the errors of `Engine`.
 
     `phases` measures opening the device (with the kernels' self-check), reading the weights, allocating the KV cache,

@@ -190,18 +190,18 @@ def test_a_group_that_is_complete_too_late_is_left(receiver: WeightReceiver, mon
 
 
 @pytest.mark.parametrize(
-    ("event", "kept"),
+    ("event", "remaining"),
     [("none", "ab"), ("more arrive", "abc"), ("a name arrives again", "a"), ("discard", ""), ("leave", ""),
      ("a transfer fails", "")],
 )  # fmt: skip
-def test_tensors_are_put_back_if_their_update_goes_on(receiver: WeightReceiver, event: str, kept: str) -> None:
+def test_tensors_are_put_back_if_their_update_goes_on(receiver: WeightReceiver, event: str, remaining: str) -> None:
     def arrive(names: str, number: float) -> None:
         tensors = {name: torch.tensor(number) for name in names}
         with shared(tensors) as memory:
             receiver.read_shared(memory, infos_of(tensors))
 
     arrive("ab", 0.0)
-    taken = receiver.take()
+    tensors = receiver.take()
     if event == "more arrive":
         arrive("c", 0.0)
     if event == "a name arrives again":
@@ -213,9 +213,9 @@ def test_tensors_are_put_back_if_their_update_goes_on(receiver: WeightReceiver, 
     if event == "a transfer fails":
         with pytest.raises(RequestError, match="cannot be opened"):
             receiver.read_shared("nothing", [])
-    receiver.put_back(taken)
+    receiver.put_back(tensors)
     expected = 1.0 if event == "a name arrives again" else 0.0
-    assert_equal(receiver.take(), {name: torch.tensor(expected) for name in kept})
+    assert_equal(receiver.take(), {name: torch.tensor(expected) for name in remaining})
 
 
 def test_tensors_are_copied_from_shared_memory(receiver: WeightReceiver) -> None:
