@@ -18,18 +18,13 @@ from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, load_scales, load_servable
 from fp8serve.model.export import write_calibrated
 
-from .test_load_weights import answers, write_fp8_model
+from .test_load_weights import answers, models, write_fp8_model
 from .tiny import write_model, write_scales
 from .trainer import send, tensors_in, update
 
+__all__ = ["models"]  # a fixture
 State = dict[str, Tensor]
 FP8 = torch.float8_e4m3fn
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("weights")
-    return write_fp8_model(root / "one", 0), write_fp8_model(root / "other", 1)
 
 
 @pytest.mark.pairwise(strength=1)

@@ -25,11 +25,10 @@ from fp8serve.server.finetuning.fronts import Fronts
 from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, TrainingProcess, is_lock_held
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.settings import Settings
-from fp8serve.train.scratch import write_random_model
 from tests.patience import eventually, until
 from tests.server.conftest import Server, Start
 from tests.server.fakes import Launcher
-from tests.server.finetuning.test_finetune import submit, unblock_job, wait_for, wait_for_step
+from tests.server.finetuning.test_finetune import submit, unblock_job, wait_for, wait_for_step, write_trainable_model
 
 
 @pytest.fixture
@@ -234,8 +233,7 @@ async def test_a_server_that_has_lost_its_job_stops_its_process_and_publishes_no
 async def test_a_job_that_continues_on_another_server_ends_with_the_same_bytes(
     start: Start, database: str, bucket: str, tmp_path: Path
 ) -> None:
-    sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
-    model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)
+    model = write_trainable_model(tmp_path / "random")
     real = {"worker": TRAINING_COMMAND, "model": model}
     async with two_servers(start, database, bucket, tmp_path, **real) as (first, second):
         options = {"max_steps": 120, "batch_size": 1, "recipe": "delayed", "save_every": 60}

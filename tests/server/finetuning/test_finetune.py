@@ -262,11 +262,16 @@ async def test_a_paused_job_frees_its_process_and_goes_on_where_it_was(start: St
         assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
 
 
+def write_trainable_model(directory: Path) -> Path:
+    """Writes a model that the real training process trains in seconds."""
+    sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
+    return write_random_model(directory, ["a text to learn"], **sizes)
+
+
 @pytest.mark.slow
 async def test_a_paused_job_ends_with_the_bytes_of_one_that_was_not(start: Start, tmp_path: Path) -> None:
     """The job runs the real training process, which is paused after its first step."""
-    sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
-    model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)
+    model = write_trainable_model(tmp_path / "random")
     async with start(worker=TRAINING_COMMAND, model=model) as server:
         options = {"max_steps": 120, "batch_size": 1, "recipe": "delayed", "save_every": 60}
         whole = (await submit(server, "a text to learn", **options))["id"]

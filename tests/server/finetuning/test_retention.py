@@ -10,11 +10,17 @@ import pytest
 
 from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND
 from fp8serve.train.events import FIRST_COLUMNS
-from fp8serve.train.scratch import write_random_model
 from tests.patience import eventually
 from tests.server import fakes
 from tests.server.conftest import Server, Start
-from tests.server.finetuning.test_finetune import submit, trained, unblock_job, wait_for, wait_for_step
+from tests.server.finetuning.test_finetune import (
+    submit,
+    trained,
+    unblock_job,
+    wait_for,
+    wait_for_step,
+    write_trainable_model,
+)
 
 
 def is_gone(server: Server, job: str) -> bool:
@@ -141,8 +147,7 @@ async def test_every_checkpoint_is_served_by_name_and_trained_on(
 ) -> None:
     """The job runs the real training process; the fake engine must know all ids of its tokenizer."""
     monkeypatch.setattr(fakes, "VOCABULARY", 320)
-    sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
-    model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)
+    model = write_trainable_model(tmp_path / "random")
     async with start(worker=TRAINING_COMMAND, model=model) as server:
         options: dict[str, Any] = {"max_steps": 3, "batch_size": 1, "save_every": 1, "keep_last": 3}
         job = await submit(server, "a text to learn", **options)
