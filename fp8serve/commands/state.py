@@ -16,7 +16,6 @@ import typer
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.model.storage.files import acquire_lock, make_private
 from fp8serve.server.data_directory import JOB_DATABASE, SERVER_LOCK
-from fp8serve.server.faults import Fault
 from fp8serve.server.settings import check_database_url
 from fp8serve.terminal import remark
 
@@ -85,6 +84,7 @@ def _location(data_dir: Path | None, url: str | None) -> Path | str:
 @contextmanager
 def _opened(location: Path | str) -> Iterator["Database"]:
     """Opens a job database. Raises MachineError if it cannot be used, or no longer, within the block."""
+    from fp8serve.server.faults import Fault
     from fp8serve.server.finetuning.database import Database
 
     try:

@@ -70,6 +70,7 @@ def test_grouped_experts_equal_experts_called_one_by_one(
     call_each_layer(plain)
     monkeypatch.setattr(packing, "worth_packing", lambda: True)
     fast = make_engine(tmp_path / "model", mode, kind, **sizes)
+    fast.pack_weights()
     expected = logits_and_tokens(plain, PROMPTS, 12)
     assert all(map(torch.equal, logits_and_tokens(grouped, PROMPTS, 12), expected))
     assert all(map(torch.equal, logits_and_tokens(fast, PROMPTS, 12), expected))
@@ -88,6 +89,7 @@ def test_experts_in_mxfp4_have_the_bits_of_their_weights_in_bf16(
     monkeypatch.setattr(packing, "worth_packing", lambda: packs)
     expected = write_gpt_oss(tmp_path)
     wide, narrow = (Engine(tmp_path, recipe=recipe, max_num_seqs=4) for recipe in ("bf16", "stored"))
+    narrow.pack_weights()
     assert all(mixture.experts.stacks() for mixture in mixtures(narrow))
     prompts = [list(range(3, 40)), [5, 9], list(range(20, 29))]
     outputs = [logits_and_tokens(engine, prompts, 12) for engine in (wide, narrow)]
