@@ -78,7 +78,9 @@ def compile_cuda(source, out, *options):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", "sm_120f"])
+@pytest.mark.parametrize(
+    "arch", [pytest.param("sm_90a", marks=pytest.mark.slow), "sm_100f", pytest.param("sm_120f", marks=pytest.mark.slow)]
+)
 def test_functions_that_no_kernel_uses_yet_compile(arch, tmp_path):
     compile_cuda("probe_blocks.cu", tmp_path / "probe.o", f"-arch={arch}", "-c")
 
