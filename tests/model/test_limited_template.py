@@ -13,6 +13,7 @@ from fp8serve.model.text import limited_process
 from fp8serve.model.text.assistant_spans import Conversation, SpecialTokens, assistant_spans
 from fp8serve.model.text.chat import ChatTemplate, Message
 from fp8serve.model.text.examples import ChatExample, tokenize_all
+from fp8serve.model.text.limited_process import LimitedProcess
 from fp8serve.model.text.limited_template import LimitedTemplate, result_or_error
 from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.families import FAMILIES, unmarked
@@ -111,6 +112,24 @@ def test_the_child_process_ends_with_its_template() -> None:
     del limited
     gc.collect()
     assert child_processes() <= before
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_template_whose_process_is_killed_is_rendered_once_more(kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited, start, victims = LimitedTemplate(SIMPLE, {}), LimitedProcess._start, iter(range(kills))
+
+    def start_and_kill(process: LimitedProcess) -> None:
+        start(process)
+        if next(victims, None) is not None:
+            assert process._process is not None
+            process._process.kill()
+
+    monkeypatch.setattr(LimitedProcess, "_start", start_and_kill)
+    if kills == 1:
+        assert limited.render(CHAT[2:3]) == "<user>and</s>\n"
+    else:
+        with pytest.raises(ModelError, match="exceeds its memory limit"):
+            limited.render(CHAT[2:3])
 
 
 def test_a_limited_process_starts_no_child_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

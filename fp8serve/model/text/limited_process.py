@@ -126,10 +126,17 @@ class LimitedProcess:
 
     def run_job(self, subject: str, head: Head, body: bytes = b"") -> JobResult:
         """Runs a job and returns its result, or raises its error. Raises ModelError if the job exceeds a limit or
-        ends the process; `subject` begins the error's message."""
+        ends the process; `subject` begins the error's message. A job whose process is killed is run once more, since
+        the kernel kills processes when others use too much memory, too."""
+        frame = pack(head | self._limits, body)
         with self._lock:
             try:
-                result, content = self._send(pack(head | self._limits, body))
+                try:
+                    result, content = self._send(frame)
+                except (EOFError, ConnectionError):
+                    if (status := self._close(EXIT_STATUS_SECONDS)) != -signal.SIGKILL:
+                        raise _exit_error(subject, status) from None
+                    result, content = self._send(frame)
             except (EOFError, ConnectionError):  # the process has ended, but may not have an exit status yet
                 raise _exit_error(subject, self._close(EXIT_STATUS_SECONDS)) from None
             except TimeoutError:

@@ -10,6 +10,7 @@ once. If the caller of a job is cancelled, the process is killed.
 import asyncio
 import contextlib
 import json
+import signal
 import socket
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Iterator
@@ -41,15 +42,21 @@ class ParserProcess:
         self._process: Process | None = None
         self._command = (*COMMAND, log_format)
 
-    async def perform(self, head: Head, body: bytes, allowance: JobLimits) -> JobResult:
+    async def perform(
+        self, head: Head, body: bytes, allowance: JobLimits, *, repeats_killed_job: bool = True
+    ) -> JobResult:
         """Runs a job and returns its answer. Raises Fault 400 if the job exceeds `allowance`, and the errors of
-        fp8serve that the job raised."""
+        fp8serve that the job raised. A job whose process is killed is run once more, since the kernel kills processes
+        when others use too much memory, too."""
         frame = pack(head | {"cpu": allowance.cpu, "memory": allowance.memory}, body)
         try:
             async with asyncio.timeout(WAIT_SECONDS + 10 * allowance.cpu):
                 answer, content = await self._exchange(frame)
         except (asyncio.IncompleteReadError, ConnectionError):  # the process has ended; wait for its exit status
-            raise _process_error(head, await self.close(EXIT_STATUS_SECONDS)) from None
+            status = await self.close(EXIT_STATUS_SECONDS)
+            if status == -signal.SIGKILL and repeats_killed_job:
+                return await self.perform(head, body, allowance, repeats_killed_job=False)
+            raise _process_error(head, status) from None
         except TimeoutError:
             raise _process_error(head, await self.close()) from None
         except (ValueError, MemoryError, OverflowError, RecursionError) as error:

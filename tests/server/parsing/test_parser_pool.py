@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import MachineError
+from fp8serve.model.text.limited_process import JobResult
 from fp8serve.server.faults import Fault
 from fp8serve.server.parsing.parser_pool import JobLimits, ParserProcess
 from fp8serve.train.config import TrainConfig
@@ -90,6 +91,35 @@ async def test_an_answer_that_cannot_be_read_is_an_error_with_a_sentence(
     with pytest.raises(MachineError, match=r"gave no valid answer|ended \(exit status 0\)"):
         await process.perform({"op": "check_rows"}, b"", ALLOWED)
     assert process._process is None
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_job_whose_process_is_killed_runs_once_more(
+    kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, start = str(model_dir(tmp_path)), ParserProcess._start
+    head = {"op": "encode", "directory": directory, "lengths": [1], "special": True, "max_tokens": None, "context": 10}
+    victims = iter(range(kills))
+
+    async def start_and_kill(process: ParserProcess) -> None:
+        await start(process)
+        if next(victims, None) is not None:
+            assert process._process is not None
+            process._process.kill()
+
+    async def perform() -> JobResult:
+        process = ParserProcess()
+        try:
+            return await process.perform(head, b"a", ALLOWED)
+        finally:
+            await process.close()
+
+    monkeypatch.setattr(ParserProcess, "_start", start_and_kill)
+    if kills == 1:
+        assert asyncio.run(perform())[0]["prompts"][0]["count"] == 1
+    else:
+        with pytest.raises(Fault, match="more memory"):
+            asyncio.run(perform())
 
 
 @pytest.mark.parametrize(
