@@ -115,9 +115,9 @@ class EngineOptions:
     invariant: Annotated[
         bool,
         About(
-            "Sum in an order that does not depend on the number of rows, nor on tensor_parallel, so that answers do not "
-            "depend on the batch, and log-probabilities are those of training. On a GPU this is slower; a CPU in one "
-            "process always does it."
+            "Sum in an order that does not depend on the number of rows or on tensor_parallel, so that answers do not "
+            "depend on the batch, and log-probabilities are those of training. On a GPU, or with tensor_parallel, this "
+            "is slower; a CPU in one process always does it."
         ),
     ] = False
     tensor_parallel: Annotated[

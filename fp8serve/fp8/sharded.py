@@ -59,7 +59,7 @@ class Shard:
         return [self.rows(count, start) for count, start in zip(counts, accumulate(counts, initial=0), strict=False)]
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """Returns the sum of the ranks' x, which is computed in FP32 in the order of the ranks and rounded to x's dtype.
+        """Returns the sum of the ranks' x, computed in FP32 in the order of the ranks and rounded to x's dtype.
 
         Every rank receives all terms, or if x [T, N] is large, those of its columns, and then the sums of the others.
         Both give the same bits.
