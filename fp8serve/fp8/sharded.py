@@ -141,10 +141,10 @@ def keep_columns(layer: nn.Module, shard: Shard) -> None:
         tensors["pre_quant_scale"] = tensors["pre_quant_scale"].chunk(shard.size)[shard.rank].clone()
     if shard.rank > 0:
         tensors["bias"] = None
-    layer.in_features = cast(int, layer.in_features) // shard.size
     if isinstance(layer, FrozenLinear):
         layer.__class__ = PartialFrozenLinear
-    cast(Any, layer).input_shard = shard
+    partial: Any = layer
+    partial.in_features, partial.input_shard = partial.in_features // shard.size, shard
 
 
 def take_rows(tensor: Tensor, rows: Sequence[slice]) -> Tensor:
@@ -195,11 +195,11 @@ class PartialFrozenLinear(FrozenLinear):
 class _Reduced:
     """A linear layer with some columns of the weight, whose output is summed over the ranks."""
 
-    input_shard: Shard
+    input_shard: Any  # a Shard
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the whole output [T, N] for this rank's columns of the input, [T, K / ranks]."""
-        return self.input_shard.sum_over_ranks(super().forward(input))  # type: ignore[misc]
+        return self.input_shard.sum_over_ranks(super().forward(input))  # type: ignore[misc, no-any-return]
 
 
 class ReducedFrozenLinear(_Reduced, PartialFrozenLinear):
