@@ -111,9 +111,10 @@ def run(rank: int, ranks: int, rounds: int, sizes: Sequence[str], folder: str) -
             dist.all_reduce(total)
             means[mode] = float(total) / ranks
         one, reduced, gathered = means.values()
-        cells = size.replace(",", ", "), tokens, f"{reduced:.3g}", f"{gathered:.3g}"
+        cells = [size.replace(",", ", "), str(tokens), f"{reduced:.3g}", f"{gathered:.3g}"]
+        cells += [f"{gathered / reduced - 1:+.0%}", f"({one:.3g})"]
         if rank == 0:
-            print("", *cells, f"{gathered / reduced - 1:+.0%}", f"({one:.3g})", sep=" | ", end=" |\n", flush=True)
+            print(f"| {' | '.join(cells)} |", flush=True)
     dist.destroy_process_group()
 
 
