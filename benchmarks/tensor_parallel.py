@@ -122,7 +122,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="HIDDEN,MLP")
+    sizes = "a rank needs at least 256 elements of the hidden state, one head of keys"
+    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="HIDDEN,MLP", help=sizes)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (arguments.ranks, arguments.rounds, arguments.sizes, folder), arguments.ranks)
