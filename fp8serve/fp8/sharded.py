@@ -211,7 +211,8 @@ class ReducedFrozenLinear(_Reduced, PartialFrozenLinear):
 
     def product_add(self, residual: Tensor, q: Tensor, scale_inv: Tensor) -> Tensor:
         """Returns residual [M, N] plus the sum of the ranks' products."""
-        return residual + self.input_shard.sum_over_ranks(self.product(q, scale_inv, residual.dtype))
+        total: Tensor = self.input_shard.sum_over_ranks(self.product(q, scale_inv, residual.dtype))
+        return residual + total
 
 
 class ReducedLinear(_Reduced, BatchInvariantLinear):
