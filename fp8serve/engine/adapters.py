@@ -76,13 +76,20 @@ class Adapters:
         return adapter
 
     def read(self, name: str, directory: Path) -> LoadedAdapter:
-        """Reads an adapter from a PEFT directory, gives it the next number, and applies it to the rows that have this
-        number. Raises the errors of `load`."""
-        number = next(self._numbers)
+        """Reads an adapter from a PEFT directory and adds it. Raises the errors of `load`."""
+        return self.add(name, self.read_weights(directory))
+
+    def read_weights(self, directory: Path) -> "Adapter":
+        """Reads the weights of an adapter and checks them. Raises the errors of `load`."""
         from fp8serve.model.adapters import read_adapter  # imported here because it needs safetensors
 
         low_ranks = read_adapter(directory, self.model.config)
         self._check(directory, low_ranks)
+        return low_ranks
+
+    def add(self, name: str, low_ranks: "Adapter") -> LoadedAdapter:
+        """Gives an adapter the next number, and applies it to the rows that have this number."""
+        number = next(self._numbers)
         weights = {linear: self._layer_weights(linear, low) for linear, low in low_ranks.items()}
         rank, size = max(low.a.shape[0] for low in low_ranks.values()), sum(low.nbytes for low in low_ranks.values())
         adapter = LoadedAdapter(name, number, _digest(low_ranks), rank, size, weights)
@@ -137,7 +144,9 @@ class Adapters:
         base = self.model.get_submodule(linear)
         device = cast(Tensor, base.weight).device
         rows = getattr(base, "row_ranges", [slice(None)])  # those of the weight that the layer has (fp8/sharded.py)
-        a, b = low.a.to(device), torch.cat([low.b[part] for part in rows]).to(device)
+        shard = cast(FrozenLinear | BatchInvariantLinear, base).input_shard
+        columns = slice(None) if shard is None else shard.rows(low.a.shape[1])
+        a, b = low.a[:, columns].contiguous().to(device), torch.cat([low.b[part] for part in rows]).to(device)
         magnitude = None if low.magnitude is None else torch.cat([low.magnitude[part] for part in rows]).to(device)
         return AdapterWeights(a, b, low.scaling, dora_factor(base, a, b, low.scaling, magnitude))
 

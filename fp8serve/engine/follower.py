@@ -19,11 +19,10 @@ import torch.distributed as dist
 
 from fp8serve import logs
 from fp8serve.engine.leader import read_together
-from fp8serve.engine.loading import load
+from fp8serve.engine.loading import LoadedModel, load
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.rank_group import Op, RankGroup
 from fp8serve.engine.rank_processes import join_started_by_engine
-from fp8serve.engine.runner import Runner
 from fp8serve.engine.step import unpack
 from fp8serve.errors import Fp8ServeError
 from fp8serve.processes import end_process
@@ -37,8 +36,7 @@ def follow(group: RankGroup, model_dir: Path, options: EngineOptions) -> NoRetur
     logging.getLogger("fp8serve").setLevel(logging.ERROR)  # rank 0 logs the notes about the model
     try:
         loaded = load(model_dir, replace(options, draft_model=None), group=group)
-        loaded.packer.pack()
-        _run(group, loaded.runner)
+        _run(group, loaded)
     except Fp8ServeError as error:
         group.report(error)
     except Exception as error:
@@ -48,8 +46,8 @@ def follow(group: RankGroup, model_dir: Path, options: EngineOptions) -> NoRetur
 
 
 @torch.inference_mode()
-def _run(group: RankGroup, runner: Runner) -> NoReturn:
-    hidden = torch.empty(0)
+def _run(group: RankGroup, loaded: LoadedModel) -> NoReturn:
+    runner, hidden = loaded.runner, torch.empty(0)
     while True:
         op, values = group.receive()
         match op:
@@ -67,6 +65,10 @@ def _run(group: RankGroup, runner: Runner) -> NoReturn:
                     read_together(group.ranks, runner.adapters, "", path)
             case Op.FREE_ADAPTER:
                 runner.adapters.free_number(int(values[0]))
+            case Op.COLLECT_COUNTERS:
+                loaded.scale_monitor.counters.move_to_first(is_first=False)
+            case Op.PACK:
+                loaded.packer.pack_next()
             case Op.END:
                 group.close()
                 end_process(0)

@@ -6,6 +6,9 @@ layers are views of one tensor of amaxes and one of saturated elements. So `copy
 memory and two `zero_`, and records an event. It does not wait: the caller reads the copies when the event has
 completed. On a CPU they can be read at once.
 
+With `tensor_parallel`, the counters of a layer with some columns are those of these columns; `move_to_first` adds them
+up.
+
 Layers that read the same input share their counters. The counters of stacked experts (fp8/stacked.py) are adjacent,
 because one op updates those of all experts.
 """
@@ -14,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8serve.fp8.frozen import FrozenLinear
@@ -50,6 +54,9 @@ class InputCounters:
         self._share(groups.values(), stacks)
         first, size = self._amax.data_ptr(), self._amax.element_size()
         self._index = {name: (layer.amax.data_ptr() - first) // size for name, layer in static.items()}
+        shards = [self._index[name] for name, layer in static.items() if layer.input_shard is not None]
+        self.has_shards, self._is_shard = bool(shards), torch.zeros(count, dtype=torch.bool, device=device)
+        self._is_shard[torch.tensor(shards, dtype=torch.long)] = True
         pinned = device.type == "cuda"
         self._amax_copy = torch.zeros(count, pin_memory=pinned)
         self._saturated_copy = torch.zeros(count, dtype=torch.int64, pin_memory=pinned)
@@ -66,6 +73,18 @@ class InputCounters:
             amax, saturated = self._amax[index], self._saturated[index]
             for layer in group:
                 layer.amax, layer.saturated = amax, saturated
+
+    @torch.no_grad()
+    def move_to_first(self, *, is_first: bool) -> None:
+        """Adds the counters of all ranks of a group to those of rank 0, and resets the others. All ranks must call it.
+        If ranks have the whole input of a layer (fp8/sharded.py), rank 0 has counted it already."""
+        if not is_first:
+            self._saturated.masked_fill_(~self._is_shard, 0)
+        dist.reduce(self._amax, 0, dist.ReduceOp.MAX)
+        dist.reduce(self._saturated, 0)
+        if not is_first:
+            self._amax.zero_()
+            self._saturated.zero_()
 
     @torch.no_grad()
     def copy_and_reset(self) -> None:

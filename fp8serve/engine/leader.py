@@ -1,24 +1,26 @@
-"""The runner of rank 0 with `tensor_parallel`: it sends each step to the other ranks before it runs its own part.
+"""The parts of rank 0's engine with `tensor_parallel` that the other ranks follow: the runner, which sends each step to
+them before it runs its own part, the adapters, the counters of inputs, and the packer of weights.
 
-The other ranks call the same functions of a plain Runner in the same order (follower.py). If an error ends a step here,
-they wait for a collective that never comes, so the error becomes a MachineError, which ends the engine.
+The other ranks call the same functions of the plain classes in the same order (follower.py). If an error ends a step
+here, they wait for a collective that never comes, so the error becomes a MachineError, which ends the engine.
 """
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp8serve.engine.adapters import Adapters, LoadedAdapter
+from fp8serve.engine.input_counters import Counters, InputCounters
 from fp8serve.engine.output import TokenLogprob
+from fp8serve.engine.packing import Packer
 from fp8serve.engine.rank_group import Op, RankGroup
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.scheduler import StepWork, Work
 from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.step import flatten, pack, unpack
-from fp8serve.errors import Fp8ServeError
 from fp8serve.model.building import Model
 from fp8serve.ranks import Ranks
 
@@ -79,14 +81,41 @@ class LeadingAdapters(Adapters):
 
 def read_together(ranks: Ranks, adapters: Adapters, name: str, directory: Path) -> LoadedAdapter:
     """Reads an adapter on every rank. If one rank raises an Fp8ServeError, every rank raises it and has no adapter."""
-    adapter, error = None, None
-    try:
-        adapter = Adapters.read(adapters, name, directory)
-    except Fp8ServeError as problem:
-        error = problem
-    first_error = next((problem for problem in ranks.gather(error) if problem is not None), None)
-    if first_error is None:
-        return cast(LoadedAdapter, adapter)
-    if adapter is not None:
-        Adapters.free(adapters, adapter)
-    raise first_error
+    with ranks.shared_errors():
+        low_ranks = adapters.read_weights(directory)
+    return adapters.add(name, low_ranks)  # may use collectives
+
+
+class LeadingCounters(InputCounters):
+    """Counters to which those of the other ranks are added when they are read."""
+
+    def __init__(self, group: RankGroup, *args: Any) -> None:
+        super().__init__(*args)
+        self._group = group
+
+    def copy_and_reset(self) -> None:
+        self._collect()
+        super().copy_and_reset()
+
+    def current(self) -> Counters:
+        self._collect()
+        return super().current()
+
+    def _collect(self) -> None:
+        if self.has_shards:
+            with self._group.errors():
+                self._group.send(Op.COLLECT_COUNTERS)
+                self.move_to_first(is_first=True)
+
+
+class LeadingPacker(Packer):
+    """A packer with which every rank packs a weight at the same time, so that no rank waits long for another one."""
+
+    def __init__(self, group: RankGroup, *args: Any) -> None:
+        super().__init__(*args)
+        self._group = group
+
+    def pack_next(self) -> None:
+        with self._group.errors():
+            self._group.send(Op.PACK)
+        super().pack_next()

@@ -23,7 +23,7 @@ from fp8serve.engine.graphs import GraphReport
 from fp8serve.engine.input_counters import InputCounters
 from fp8serve.engine.memory import CachePlan, check_length, gpu_memory_info, plan_cache, plan_gpu_cache, weight_bytes
 from fp8serve.engine.options import EngineOptions, KvDtype
-from fp8serve.engine.packing import Packer, create_packer
+from fp8serve.engine.packing import Packer, modules_to_pack
 from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.saved_prefixes import SavedPrefixes, open_prefixes
@@ -43,6 +43,7 @@ from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import kv_scales, kv_scales_error, load_servable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.model_config import ModelConfig, computed_by_notes
+from fp8serve.model.config.sharding import shard_config
 from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.formats.microscaling import widened_notes
 from fp8serve.model.formats.scales import FILE_NAME, load_scales
@@ -64,6 +65,7 @@ FP8_CACHE_DIFFERS = (
     'kv_cache_dtype="fp8", or Forward(..., cache=scales) in your own trainer.'
 )
 ROLLED_SCALES_DIFFER = "Scales of inputs follow the traffic (roll_history), and training uses the stored scales."
+SUMS_DIFFER = "The sums over the ranks of tensor_parallel have another order than in training; invariant avoids them."
 FP8_HEAD_DIFFERS = "The head is in FP8 (head_dtype), and training computes logits in BF16."
 MAX_GPU_HEAD_DIM = 512  # of csrc/cuda/attention.cu
 
@@ -168,8 +170,6 @@ def load(
     config = read_config(model_dir)
     cached_config = config
     if group is not None:
-        from fp8serve.model.network.sharding import shard_config
-
         cached_config = shard_config(config, group.ranks.size)
         if options.kv_cache_bytes is not None:
             options = replace(options, kv_cache_bytes=options.kv_cache_bytes // group.ranks.size)
@@ -218,10 +218,14 @@ def load(
         )
     model.set_max_length(cache_plan.max_model_len)
     create_runner: Callable[..., Runner] = Runner
+    create_counters: Callable[..., InputCounters] = InputCounters
+    create_packer: Callable[..., Packer] = Packer
     if group is not None and group.ranks.is_first:
-        from fp8serve.engine.leader import LeadingRunner  # here, because it imports DTensor, which takes a second
+        from fp8serve.engine import leader  # here, because it imports DTensor, which takes a second
 
-        create_runner = partial(LeadingRunner, group)
+        create_runner = partial(leader.LeadingRunner, group)
+        create_counters = partial(leader.LeadingCounters, group)
+        create_packer = partial(leader.LeadingPacker, group)
     runner = create_runner(
         model,
         cache_plan.num_blocks,
@@ -231,7 +235,7 @@ def load(
         options.max_lora_rank,
         cached_config.num_kv_heads,
     )
-    counters = InputCounters(frozen, (stack for experts in mixtures(model).values() for stack in experts.stacks()))
+    counters = create_counters(frozen, (stack for experts in mixtures(model).values() for stack in experts.stacks()))
     phases.end("cache")
     graphs = _capture_graphs(runner, frozen, options, cache_plan)
     phases.end("graphs")
@@ -248,6 +252,8 @@ def load(
     differences += [FP8_CACHE_DIFFERS] if cache_scales is not None else []
     differences += [ROLLED_SCALES_DIFFER] if options.roll_history else []
     differences += [FP8_HEAD_DIFFERS] if options.head_dtype != "bf16" else []
+    differences += [SUMS_DIFFER] if group is not None and not options.invariant else []
+    models = [model] if draft is None else [model, draft.runner.model]
     loaded = LoadedModel(
         model_dir=model_dir,
         options=options,
@@ -259,7 +265,7 @@ def load(
         runner=runner,
         frozen=frozen,
         graphs=graphs,
-        packer=Packer([]) if device.type == "cuda" else create_packer(model, *([draft.runner.model] if draft else [])),
+        packer=create_packer([] if device.type == "cuda" else modules_to_pack(*models)),
         scale_monitor=ScaleMonitor(frozen, counters, calibration, options),
         prefixes=open_prefixes(model_dir, config, options, cache_plan),
         draft=draft,
@@ -278,7 +284,7 @@ def _load_model(model_dir: Path, options: EngineOptions, group: "RankGroup | Non
     from fp8serve.model.network.sharding import shard_decoder
 
     model = load_servable(model_dir, recipe, scales, "cpu", head=options.head_dtype)
-    shard_decoder(cast(Decoder, model), group.shard)
+    shard_decoder(cast(Decoder, model), group.shard, invariant=options.invariant)
     return model.to(options.device)
 
 

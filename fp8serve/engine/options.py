@@ -115,8 +115,9 @@ class EngineOptions:
     invariant: Annotated[
         bool,
         About(
-            "Sum in an order that does not depend on the number of rows, so that answers do not depend on the batch, "
-            "and log-probabilities are those of training. On a GPU this is slower; a CPU always does it."
+            "Sum in an order that does not depend on the number of rows or on tensor_parallel, so that answers do not "
+            "depend on the batch, and log-probabilities are those of training. On a GPU, or with tensor_parallel, this "
+            "is slower; a CPU in one process always does it."
         ),
     ] = False
     tensor_parallel: Annotated[
@@ -124,8 +125,8 @@ class EngineOptions:
         Ge(1),
         Le(1024),
         About(
-            "Processes that divide the model among them. On GPUs each has its own. On a CPU the outputs are those of "
-            "one process."
+            "Processes that divide the model among them. On GPUs each has its own. Their sums round differently from "
+            "those of one process, unless invariant is set."
         ),
     ] = 1
     cache_dir: Annotated[

@@ -7,7 +7,8 @@ file are released, so that no weight is in memory twice.
 
 Packing takes a second or two for each gigabyte. Results have the same bits with packed and unpacked weights, so a
 weight can be packed between any two steps, and the first token does not wait for it. An idle engine packs continuously.
-A busy engine packs before each step, for as long as its last step took, until all weights are packed.
+A busy engine packs before each step, for as long as its last step took, until all weights are packed. With
+`tensor_parallel`, every rank packs a weight when rank 0 does (leader.py).
 """
 
 import math
@@ -59,22 +60,25 @@ class Packer:
         """Packs weights until `seconds` have passed or all are packed. A weight is always packed to its end."""
         end = time.perf_counter() + seconds
         while self._pending and time.perf_counter() < end:
-            self._pack_next(self._pending.popleft())
-            trim(None if self._pending else 0)  # returns freed copies of weights from malloc to the system
+            self.pack_next()
 
-    def _pack_next(self, module: Packable) -> None:
-        weight = module.weight
-        if weight is None or not is_packable(weight):  # the weight was replaced in the meantime
+    def pack_next(self) -> None:
+        """Packs a weight, if one remains."""
+        if not self._pending:
             return
-        packed, self._memory = self._memory[: weight.nbytes], self._memory[weight.nbytes :]
-        module.pack(packed.view(weight.dtype))
-        release_pages(weight)
+        module = self._pending.popleft()
+        weight = module.weight
+        if weight is not None and is_packable(weight):  # else the weight was replaced in the meantime
+            packed, self._memory = self._memory[: weight.nbytes], self._memory[weight.nbytes :]
+            module.pack(packed.view(weight.dtype))
+            release_pages(weight)
+        trim(None if self._pending else 0)  # returns freed copies of weights from malloc to the system
 
 
-def create_packer(*models: Model) -> Packer:
-    """Returns a packer for all linear layers of the models, except a head that shares the embedding's weight. If this
-    machine's kernels do not read packed weights, the packer has nothing to do."""
-    return Packer([module for model in models for module in _packable_modules(model)] if worth_packing() else [])
+def modules_to_pack(*models: Model) -> list[Packable]:
+    """Returns all linear layers of the models, except a head that shares the embedding's weight. Returns none if this
+    machine's kernels do not read packed weights."""
+    return [module for model in models for module in _packable_modules(model)] if worth_packing() else []
 
 
 def _packable_modules(model: Model) -> list[Packable]:

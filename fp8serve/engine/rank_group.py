@@ -39,6 +39,7 @@ from fp8serve.ranks import Ranks, leave_group
 BEAT_SECONDS, POLL_SECONDS = 1.0, 0.1
 REASON_SECONDS = 2.0  # that the watching thread may take to find out why a collective has failed
 INLINE = 1022  # integers that are sent together with their number
+NOTHING = torch.zeros(0, dtype=torch.long)
 ERROR_KEY = "error"  # of the store: the error that ended a rank
 OnLoss = Callable[[Fp8ServeError], None]
 """Is called on rank 0, in another thread, with the reason why the ranks cannot continue."""
@@ -52,7 +53,9 @@ class Op(IntEnum):
     LOGITS = 2  # compute the logits of hidden states [n], which are broadcast next
     READ_ADAPTER = 3  # read an adapter: the bytes of its path
     FREE_ADAPTER = 4  # free the adapter of this number
-    END = 5  # leave the group
+    COLLECT_COUNTERS = 5  # add the counters of inputs to those of rank 0
+    PACK = 6  # pack the next weight
+    END = 7  # leave the group
 
 
 class RankGroup:
@@ -73,7 +76,7 @@ class RankGroup:
         self._header = torch.zeros(INLINE + 2, dtype=torch.long)
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def send(self, op: Op, values: Tensor) -> None:
+    def send(self, op: Op, values: Tensor = NOTHING) -> None:
         """Sends an operation with integers, int64 [n], from rank 0 to all other ranks."""
         self._header[0], self._header[1] = op, len(values)
         self._header[2 : 2 + len(values)] = values[:INLINE]
@@ -137,7 +140,7 @@ class RankGroup:
             self._is_closed.set()
             if self.ranks.is_first and not self._children and self._loss is None:
                 with suppress(RuntimeError):  # a rank has ended already
-                    self.send(Op.END, self._header[:0])
+                    self.send(Op.END)
             end_children(self._children)
             leave_group()
             share_memory(1)

@@ -27,7 +27,7 @@ from fp8serve.engine.options import LOST_SECONDS, EngineOptions
 from fp8serve.engine.rank_group import OnLoss, RankGroup, end_children
 from fp8serve.errors import Fp8ServeError, GroupError, RequestError, one_line
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.network.sharding import shard_config
+from fp8serve.model.config.sharding import shard_config
 from fp8serve.model.storage.memory import share_memory
 from fp8serve.model.storage.opening import open_file
 from fp8serve.model.storage.versions import weight_version

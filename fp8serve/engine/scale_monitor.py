@@ -58,13 +58,19 @@ class InputMonitor:
     window_saturation: float | None = None  # fraction of elements
 
     @property
+    def width(self) -> int:
+        """The elements of a row of the input, of all ranks together."""
+        shard = self.layer.input_shard
+        return self.layer.in_features * (1 if shard is None else shard.size)
+
+    @property
     def drift(self) -> float | None:
         """The amax of the last window divided by the amax in calibration, or None if there is no such window."""
         return self.window_amax / self.calibrated_amax if self.window_amax and self.calibrated_amax else None
 
     def close_window(self, amax: float, saturated: int, rows: int) -> None:
         """Adds the counters of a window. `rows` is the number of rows that the layer has read since the start."""
-        elements = (rows - self.rows) * self.layer.in_features
+        elements = (rows - self.rows) * self.width
         self.amax, self.saturated, self.rows = max(self.amax, amax), self.saturated + saturated, rows
         self.window_amax, self.window_saturation = amax, saturated / elements if elements else 0.0
 
@@ -77,7 +83,7 @@ class InputMonitor:
         """Returns the numbers of `Engine.scales`. `amax` and `saturated` are of the current window, and `rows` is the
         number of rows that the layer has read since the start."""
         amax = max(self.amax, amax)
-        saturated, elements = self.saturated + saturated, rows * self.layer.in_features
+        saturated, elements = self.saturated + saturated, rows * self.width
         return {
             "amax": amax,
             "scale": scale,
@@ -102,7 +108,7 @@ class ScaleMonitor:
         calibration: Calibration,
         options: EngineOptions,
     ) -> None:
-        self._layers, self._counters, self._options = layers, counters, options
+        self._layers, self.counters, self._options = layers, counters, options
         static = {name: layer for name, layer in layers.items() if layer.input_scale is not None}
         if options.roll_history and not static:
             raise RequestError("roll_history needs stored scales of inputs, and this model has none; leave it out.")
@@ -120,14 +126,14 @@ class ScaleMonitor:
         """Starts a new window after the weights and scales were replaced. Not possible with roll_history."""
         self._read_closed_window()
         self._window_tokens, self._drifting = 0, set()
-        self._counters.copy_and_reset()
-        saturated = self._counters.copied_counters().saturated
+        self.counters.copy_and_reset()
+        saturated = self.counters.copied_counters().saturated
         for name, monitor in self._inputs.items():
             monitor.reset(_calibrated_amax(monitor.layer, name, calibration), saturated[name])
 
     def count_tokens(self, tokens: int) -> bool:
         """Counts computed tokens. Returns whether the window is complete. Call it after every step."""
-        if self._closed_rows is not None and self._counters.are_copied():
+        if self._closed_rows is not None and self.counters.are_copied():
             self._read_closed_window()
         self._window_tokens += tokens
         return bool(self._inputs) and self._window_tokens >= self._options.drift_window
@@ -139,15 +145,15 @@ class ScaleMonitor:
         self._read_closed_window()
         self._window_tokens = 0
         self._update_scales()
-        self._counters.copy_and_reset()
+        self.counters.copy_and_reset()
         self._closed_rows = rows
-        if self._counters.are_copied():
+        if self.counters.are_copied():
             self._read_closed_window()
 
     def records(self, rows: Mapping[str, int]) -> list[dict[str, Any]]:
         """Returns the records of `Engine.scales`. Waits for the device."""
         self._read_closed_window()
-        amaxes, saturated = self._counters.current()
+        amaxes, saturated = self.counters.current()
         monitors = self._inputs.items()
         scales = torch.stack([_input_scale(x.layer) for _, x in monitors]).tolist() if self._inputs else []
         numbers = {
@@ -191,7 +197,7 @@ class ScaleMonitor:
         if rows is None:
             return
         self.num_windows += 1
-        amaxes, saturated = self._counters.copied_counters()
+        amaxes, saturated = self.counters.copied_counters()
         for name, monitor in self._inputs.items():
             monitor.close_window(amaxes[name], saturated[name], rows[name])
         self._log_drift()

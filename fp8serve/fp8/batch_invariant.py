@@ -29,6 +29,7 @@ from fp8serve.fp8.selfcheck.switches import disabled_kernels, set_disabled_kerne
 
 if TYPE_CHECKING:
     from fp8serve.fp8.lora import ServedAdapters
+    from fp8serve.fp8.sharded import Shard
 
 _mm = torch.ops.fp8serve.mm.default
 _packed_mm = torch.ops.fp8serve.packed_mm.default
@@ -85,6 +86,7 @@ class BatchInvariantLinear(nn.Linear):
     """An nn.Linear with batch-invariant products. Its weight may be packed for serving, and it may have adapters."""
 
     adapters: Optional["ServedAdapters"] = None
+    input_shard: Optional["Shard"] = None  # if the layer has the columns of one rank (sharded.py)
 
     @classmethod
     def convert(cls, linear: nn.Linear) -> "BatchInvariantLinear":

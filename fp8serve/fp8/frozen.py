@@ -29,6 +29,7 @@ from fp8serve.fp8.spec import QuantSpec, format_shapes, weight_specs
 
 if TYPE_CHECKING:
     from fp8serve.fp8.lora import ServedAdapters
+    from fp8serve.fp8.sharded import Shard
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -122,6 +123,7 @@ class FrozenLinear(nn.Module):
     """
 
     adapters: Optional["ServedAdapters"] = None
+    input_shard: Optional["Shard"] = None  # if the layer has the columns of one rank (sharded.py)
     shares_weight_scale = False  # whether other layers have the same weight_scale_inv [] (joined.py)
 
     weight_q: Tensor

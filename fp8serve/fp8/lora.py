@@ -193,7 +193,8 @@ def squared_norms(base: nn.Module) -> Tensor:
 def row_norms(base: nn.Module, squares: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Returns the norm of each row of W + s B A, FP32 [N], for a [r, K] and b [N, r] in BF16.
 
-    `squares` has the squared norms of the rows of W.
+    `squares` has the squared norms of the rows of W. If the layer has some columns of W (sharded.py), all ranks must
+    call this function.
     """
     weight, one = weight_of(base), torch.ones((), device=a.device)
     if isinstance(base, FrozenLinear):
@@ -206,6 +207,8 @@ def row_norms(base: nn.Module, squares: Tensor, a: Tensor, b: Tensor, scaling: f
     cross_terms = (a_w.t() * b).sum(1)
     ba_squares = ((b @ (a.float() @ a.float().t())) * b).sum(1)
     total = squares + 2 * scaling * cross_terms + scaling * scaling * ba_squares
+    if (shard := getattr(base, "input_shard", None)) is not None:  # the layer has some columns
+        total = shard.sum_over_ranks(total)
     return total.clamp_min(torch.finfo(torch.float32).tiny).sqrt()
 
 

@@ -1,16 +1,20 @@
-"""Sharded layers of serving: each rank of a group has some rows of every weight.
+"""Sharded layers of serving: each rank of a group has some rows or some columns of every weight.
 
-    sharded     W [N / ranks, K]    x [T, K]            -> y [T, N / ranks]    q, k, v, gate and up
-    gathered    W [N / ranks, K]    x [T, K / ranks]    -> y [T, N]            o and down
+    sharded     W [N / ranks, K]    x [T, K]            -> y [T, N / ranks]         q, k, v, gate and up
+    reduced     W [N, K / ranks]    x [T, K / ranks]    -> y [T, N], all-reduced    o and down
+    gathered    W [N / ranks, K]    x [T, K / ranks]    -> y [T, N]                 o and down, if invariant
 
-A gathered layer all-gathers its input and its output. No layer divides K, so nothing is summed over the ranks: one rank
-computes each element, with the kernel and the order of one process. So the bits do not depend on the number of ranks
-wherever those of a row of W do not depend on the other rows, which holds for the kernels of a CPU. The layers of
-training (tensor_parallel.py) divide K in every second layer. They need one collective where these need two, and send as
-many bytes, because an all-reduce sends each element twice. Their sums depend on the number of ranks.
+Reduced layers are Megatron's row-parallel layers, as in training (tensor_parallel.py): one collective for each. The
+ranks exchange their products in the dtype of activations. Every rank adds them up in FP32, in the order of the ranks,
+and rounds the sum once. So all ranks have the same bits in every run, but the bits depend on the number of ranks.
 
-Every rank casts whole rows of the input. So row-wise scales are those of one process, and `amax` and `saturated` of
-each layer are, too.
+A gathered layer all-gathers its input and its output. Nothing is summed over the ranks: one rank computes each element,
+with the kernel and the order of one process. So the bits do not depend on the number of ranks wherever those of a row
+of W do not depend on the other rows, which holds for the kernels of a CPU.
+
+A scale for each row of an input is computed from the amax of the whole row in both schemes: a reduced layer all-reduces
+it. So the inputs are quantized to the values of one process. The counters `amax` and `saturated` of a reduced layer are
+those of its own columns, and `input_shard` says so.
 """
 
 from collections.abc import Sequence
@@ -27,8 +31,15 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8.batch_invariant import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import has_block_scales
-from fp8serve.fp8.ops.arithmetic import BLOCK
+from fp8serve.fp8.ops import arithmetic
+from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, scale_from_amax
+from fp8serve.fp8.ops.packing import GROUP
 from fp8serve.fp8.tensor_parallel import all_gather
+
+E4M3 = torch.float8_e4m3fn
+TWO_STEPS = 1 << 16  # elements from which a sum over more than two ranks is divided among them
+_grouped_quantize = torch.ops.fp8serve.grouped_quantize.default
+_silu_mul = torch.ops.fp8serve.silu_mul.default
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,21 @@ class Shard:
     def rows_of_each(self, counts: Sequence[int]) -> list[slice]:
         """Returns this rank's parts of several groups of adjacent rows, such as those of q, k and v."""
         return [self.rows(count, start) for count, start in zip(counts, accumulate(counts, initial=0), strict=False)]
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """Returns the sum of the ranks' x, computed in FP32 in the order of the ranks and rounded to x's dtype.
+
+        Every rank receives all terms, or if x [T, N] is large, those of its columns, and then the sums of the others.
+        Both give the same bits.
+        """
+        if x.numel() == 0:
+            return x
+        if self.size > 2 and x.numel() >= TWO_STEPS and x.shape[1] % self.size == 0:
+            columns = x.reshape(len(x), self.size, -1).transpose(0, 1).contiguous()
+            terms = torch.empty_like(columns)
+            dist.all_to_all_single(terms, columns)
+            return self.gather_columns(_sum_in_order(terms), x.shape[1])
+        return _sum_in_order(all_gather(x, None).view(self.size, *x.shape))
 
     def gather_columns(self, x: Tensor, columns: int) -> Tensor:
         """Returns the columns [T, columns] of all ranks; x [T, N] are those of this rank."""
@@ -79,6 +105,48 @@ def keep_rows(layer: nn.Module, shard: Shard, counts: Sequence[int] | None = Non
         layer.out_features = sum(part.stop - part.start for part in rows)
 
 
+def _sum_in_order(terms: Tensor) -> Tensor:
+    """Returns the sum over the first dimension in FP32, in order, rounded to the dtype of `terms`."""
+    total = terms[0].float()
+    for term in terms[1:]:
+        total += term
+    return total.to(terms.dtype)
+
+
+def can_reduce(layer: nn.Module, shard: Shard) -> bool:
+    """Returns whether `keep_columns` supports a linear layer: each rank must get whole blocks of scales, and groups of
+    16 columns, which some kernels read together. Inputs of 4 bits have scales of blocks and of rows."""
+    columns = cast(int, layer.in_features)
+    if not isinstance(layer, FrozenLinear):
+        return columns % (GROUP * shard.size) == 0
+    scale, blocks = layer.weight_scale_inv, [GROUP, layer.input_spec.block[1] or 1]
+    if scale.dtype is not torch.float32:
+        blocks.append(columns // scale.shape[1])
+    elif has_block_scales(layer):
+        blocks.append(BLOCK)
+    return not layer.input_spec.is_4bit and all(columns % (block * shard.size) == 0 for block in blocks)
+
+
+def keep_columns(layer: nn.Module, shard: Shard) -> None:
+    """Keeps only this rank's columns of a linear layer, in place; `can_reduce` must be true. The layer then returns
+    this rank's term of the output. Rank 0's has the bias."""
+    tensors: Any = layer._buffers if isinstance(layer, FrozenLinear) else layer._parameters
+    for name in ("weight", "weight_q", "weight_scale_inv"):
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.dim() == 2 and tensor.shape[1] > 1:
+            data = tensor.detach().view(torch.uint8) if tensor.itemsize == 1 else tensor.detach()
+            part = data.chunk(shard.size, 1)[shard.rank].contiguous().view(tensor.dtype)
+            tensors[name] = nn.Parameter(part, requires_grad=False) if isinstance(tensor, nn.Parameter) else part
+    if tensors.get("pre_quant_scale") is not None:
+        tensors["pre_quant_scale"] = tensors["pre_quant_scale"].chunk(shard.size)[shard.rank].clone()
+    if shard.rank > 0:
+        tensors["bias"] = None
+    if isinstance(layer, FrozenLinear):
+        layer.__class__ = PartialFrozenLinear
+    partial: Any = layer
+    partial.in_features, partial.input_shard = partial.in_features // shard.size, shard
+
+
 def take_rows(tensor: Tensor, rows: Sequence[slice]) -> Tensor:
     """Returns these rows of a tensor: as a view if they are adjacent and the tensor is a part of a mapped file, else as
     a copy, so that the other rows do not stay in memory."""
@@ -100,6 +168,62 @@ def _blocks_of(shard: Shard, counts: Sequence[int]) -> list[slice]:
                 "a smaller tensor_parallel."
             )
     return [slice(part.start // BLOCK, -(-part.stop // BLOCK)) for part in shard.rows_of_each(counts)]
+
+
+class PartialFrozenLinear(FrozenLinear):
+    """A FrozenLinear with some columns of the weight, which returns a term of the output. `keep_columns` creates it."""
+
+    @property
+    def _has_row_scales(self) -> bool:
+        """Whether the input has a scale for each row, which depends on the columns of all ranks."""
+        spec = self.input_spec
+        return spec.source == "current" and spec.is_fp8 and spec.block[1] is None
+
+    def cast_silu_mul(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        return self._cast_current(_silu_mul(gate, up)) if self._has_row_scales else super().cast_silu_mul(gate, up)
+
+    def _cast_current(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._has_row_scales:
+            return super()._cast_current(x)
+        amax = arithmetic.amax(x, (1,))
+        dist.all_reduce(amax, dist.ReduceOp.MAX)
+        scale = scale_from_amax(amax, FP8_MAX[E4M3], self.input_spec.scale_format == "power_of_2")
+        ends = torch.arange(1, len(x) + 1, dtype=torch.int32, device=x.device)
+        return _grouped_quantize(x, scale, ends, E4M3)[0], scale.reciprocal().unsqueeze(1)
+
+
+class _Reduced:
+    """A linear layer with some columns of the weight, whose output is summed over the ranks."""
+
+    input_shard: Any  # a Shard
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the whole output [T, N] for this rank's columns of the input, [T, K / ranks]."""
+        return self.input_shard.sum_over_ranks(super().forward(input))  # type: ignore[misc, no-any-return]
+
+
+class ReducedFrozenLinear(_Reduced, PartialFrozenLinear):
+    """A FrozenLinear whose output is summed over the ranks. `reduce` creates it."""
+
+    def forward_add(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Returns residual [M, N] + forward(x [M, K / ranks])."""
+        return self.product_add(residual, *self.cast(x))
+
+    def product_add(self, residual: Tensor, q: Tensor, scale_inv: Tensor) -> Tensor:
+        """Returns residual [M, N] plus the sum of the ranks' products."""
+        total: Tensor = self.input_shard.sum_over_ranks(self.product(q, scale_inv, residual.dtype))
+        return residual + total
+
+
+class ReducedLinear(_Reduced, BatchInvariantLinear):
+    """A linear layer in high precision whose output is summed over the ranks. `reduce` creates it."""
+
+
+def reduce(layer: nn.Module, shard: Shard) -> None:
+    """Turns a linear layer into one with this rank's columns, whose output is summed over the ranks, in place;
+    `can_reduce` must be true."""
+    keep_columns(layer, shard)
+    layer.__class__ = ReducedFrozenLinear if isinstance(layer, FrozenLinear) else ReducedLinear
 
 
 class _Gathered:

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8.casting import current_cast_op, rowwise_scale_options
+from fp8serve.fp8.casting import rowwise_scale_options
 from fp8serve.fp8.change_tracking import track_children
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import JoinedLinear, can_join, have_whole_blocks
@@ -80,7 +80,6 @@ class StackedExperts:
         self._input_scale_inv = None if self._input_scale is None else self._input_scale.reciprocal()
         self._amax = torch.zeros(len(stacked), device=self._matrix.device)
         self._saturated = torch.zeros(len(stacked), dtype=torch.int64, device=self._matrix.device)
-        self._current_cast_op = current_cast_op(first.input_spec)
         self._rowwise_options = rowwise_scale_options(first.input_spec)
         self._share_tensors()
 
@@ -169,8 +168,7 @@ class StackedExperts:
 
     def _quantize(self, x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         if self._input_scale is None or self._input_scale_inv is None:
-            op, arguments = self._current_cast_op
-            return op(x, *arguments)
+            return self._first.cast(x)
         q, amax = _grouped_quantize(x, self._input_scale, offsets, E4M3)
         self._update_counters(x, amax, offsets)
         return q, self._input_scale_inv

@@ -75,7 +75,7 @@ def unsupported_in_invariant_mode(device: str, config: ModelConfig, uses_mx: boo
 def describe_invariant_mode(device: str) -> str:
     """Returns a sentence about the effects of the invariant mode on this device."""
     if torch.device(device).type == "cpu":
-        return "invariant changes nothing on a CPU, where no sum depends on the batch."
+        return "invariant changes nothing on a CPU in one process, where no sum depends on the batch."
     return (
         f"invariant on {device}: no sum depends on the number of rows; cuBLASLt, CUTLASS and attention on warpgroups "
         "are not used, and products of more than 16 rows are slower."

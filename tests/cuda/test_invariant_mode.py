@@ -18,7 +18,6 @@ pytest.importorskip("jinja2")
 from fp8serve.engine import loading
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.output import Completion
-from fp8serve.engine.packing import Packer
 from fp8serve.fp8 import batch_invariant, frozen, fused
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.ops import OPS, compiled_for
@@ -55,7 +54,7 @@ def use_emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
                     monkeypatch.setattr(module, name, getattr(kernels, op).default)
     for name, cast_rows in (("_norm_rows", rms_norm_quantize_rows), ("_silu_mul_rows", silu_mul_quantize_rows)):
         monkeypatch.setattr(frozen, name, partial(cast_rows, kernels))
-    monkeypatch.setattr(loading, "create_packer", lambda *models: Packer([]))  # packed weights are for a CPU
+    monkeypatch.setattr(loading, "modules_to_pack", lambda *models: [])  # packed weights are for a CPU
     monkeypatch.setattr(frozen, "_is_on_gpu", lambda x: True)
     monkeypatch.setattr(fused, "_is_on_gpu", lambda x: True)
 

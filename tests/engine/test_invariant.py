@@ -28,7 +28,7 @@ def test_on_a_cpu_it_changes_nothing_and_says_so_once(tmp_path: Path, caplog: py
         engines = [Engine(model, recipe="rowwise", device="cpu", invariant=invariant) for invariant in (True, False)]
     assert [engine.info()["invariant"] for engine in engines] == [True, False]
     assert [r.message for r in caplog.records if "invariant" in r.message] == [
-        "invariant changes nothing on a CPU, where no sum depends on the batch."
+        "invariant changes nothing on a CPU in one process, where no sum depends on the batch."
     ]
     actual, expected = (e.generate([[1, 2, 3]], max_new_tokens=4, seed=1, logprobs=1) for e in engines)
     assert actual == expected
@@ -42,7 +42,7 @@ def test_a_run_on_a_cpu_says_so(tmp_path: Path) -> None:
     config = TrainConfig.from_dict(values | {"recipe": "rowwise", "max_steps": 1, "seq_len": 64, "invariant": True})
     Trainer(config).run(events.append)
     texts = [event["message"] for event in events if event.get("code") == "invariant"]
-    assert texts == ["invariant changes nothing on a CPU, where no sum depends on the batch."]
+    assert texts == ["invariant changes nothing on a CPU in one process, where no sum depends on the batch."]
 
 
 def test_the_invariant_mode_is_refused_without_fp8serve_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def test_closing_a_window_takes_two_copies_and_two_memsets(kind: str, tmp_path: 
     layers = engine.loaded.frozen.values()
     assert len({layer.amax.untyped_storage().data_ptr() for layer in layers}) == 1
     assert len({layer.saturated.untyped_storage().data_ptr() for layer in layers}) == 1
-    assert len({layer.amax.data_ptr() for layer in layers}) == len(monitor._counters._amax)
+    assert len({layer.amax.data_ptr() for layer in layers}) == len(monitor.counters._amax)
     rows, before = engine._rows_by_layer(), [float(layer.amax) for layer in layers]
     with Operations() as operations:
         monitor.close_window(rows)
@@ -122,7 +122,7 @@ def test_a_window_is_read_once_its_event_has_completed(tmp_path: Path) -> None:
     options = {"drift_window": 10, "drift_alarm": 1e-6}
     plain, late = (make_engine(tmp_path / "model", amax=0.5, **options) for _ in range(2))
     monitor = late.loaded.scale_monitor
-    monitor._counters._event = event = FakeEvent()
+    monitor.counters._event = event = FakeEvent()
     assert answer(plain) == answer(late)
     closed = plain.stats()["scale_windows_total"]
     assert event.recorded == closed > 2

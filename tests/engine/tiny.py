@@ -84,11 +84,11 @@ def call_each_layer(engine: Engine) -> None:
         layer.register_forward_hook(lambda *_: None)
 
 
-def write_scales(path: Path, out: Path, *, kv: bool = False, shared: bool = True) -> Path:
+def write_scales(path: Path, out: Path, *, kv: bool = False, shared: bool = True, scale: float = 20.0) -> Path:
     """Made-up scales for every linear of the model, and for its cache when `kv`. Unless `shared`, adjacent weights have
     different scales."""
     names = Decoder(read_config(path), device="meta").linear_names()
-    keys = {f"{name}.{role}": 20.0 for name in names for role in ("input", "weight")}
+    keys = {f"{name}.{role}": scale for name in names for role in ("input", "weight")}
     if not shared:
         keys |= {f"{name}.weight": 16.0 + index % 7 for index, name in enumerate(names)}
     if kv:

@@ -1,4 +1,5 @@
-"""A server whose engine has several processes answers as one process does, and survives the death of each of them."""
+"""A server whose engine has several processes answers as one process does with `invariant`, and survives the death of
+each of them."""
 
 import concurrent.futures
 import json
@@ -35,7 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(
-        log, model=str(model), data_dir=str(log.parent / "data"), tensor_parallel=2, kv_cache_dtype="fp8"
+        log,
+        model=str(model),
+        data_dir=str(log.parent / "data"),
+        tensor_parallel=2,
+        kv_cache_dtype="fp8",
+        invariant=True,
     ) as process:
         yield process
 
@@ -123,7 +129,10 @@ def test_ranks_that_torchrun_starts_on_two_nodes_answer_as_one_process(model: Pa
     generate = ["fp8serve", "generate", str(model), "Once upon", "--max-new-tokens", "8", "--json"]
     nodes = [
         subprocess.Popen(
-            [*torchrun, *generate, "--tensor-parallel", "2"], stdout=subprocess.PIPE, env=environment, cwd=ROOT
+            [*torchrun, *generate, "--tensor-parallel", "2", "--invariant"],
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=ROOT,
         )
         for _ in range(2)
     ]

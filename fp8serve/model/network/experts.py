@@ -221,14 +221,18 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor, norm: nn.Module, transform: OutputTransform) -> Tensor:
         """Returns x + transform(mixture(norm(x))), [T, hidden]."""
-        hidden, experts = forward_of(norm)(x), forward_of(self._child("experts"))
-        total, names = experts(hidden, *self.choose(hidden)), self.settings.names
+        return x + transform(self.mix(forward_of(norm)(x)))
+
+    def mix(self, hidden: Tensor) -> Tensor:
+        """Returns the sum of the outputs of the chosen experts and the shared expert, [T, hidden]."""
+        experts, names = forward_of(self._child("experts")), self.settings.names
+        total: Tensor = experts(hidden, *self.choose(hidden))
         if names.shared is not None:
             output: Tensor = self._child(names.shared)(hidden)
             if names.shared_gate is not None:
                 output = torch.sigmoid(self._child(names.shared_gate)(hidden)) * output
             total = total + output
-        return x + transform(total)
+        return total
 
     def choose(self, x: Tensor) -> ExpertChoice:
         """Returns the experts of each row of x [T, hidden], int64 [T, k], and their weights [T, k]."""

@@ -15,9 +15,11 @@ from typing import Any
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.task import task_of
 from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.logs import LogFormat
-from fp8serve.model.config.decoder import check_any_config
+from fp8serve.model.config.decoder import check_any_config, read_config
+from fp8serve.model.config.sharding import shard_config
 from fp8serve.model.storage.opening import open_member
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts, describe
 from fp8serve.server.output_parsers.output_format import OutputFormat
@@ -158,7 +160,7 @@ Launch = Callable[[WeightSource], Awaitable[tuple[EngineClient, TokenizerFacts]]
 async def launch(source: WeightSource, log_format: LogFormat = "plain") -> tuple[EngineClient, TokenizerFacts]:
     """Starts an engine process, and meanwhile reads the tokenizer in a limited process. Raises Fp8ServeError if either
     fails."""
-    await asyncio.to_thread(check_any_config, source.directory)  # the clearest error for a bad directory
+    await asyncio.to_thread(_check_config, source)
     size = sum(file.stat().st_size for file in source.directory.glob("*.safetensors") if file.is_file())
     log.info("loading %s (%.1f GiB) on %s", source.model_id, size / 2**30, source.options.device)
     engine = asyncio.create_task(EngineClient.start(source.directory, source.options, log_format))
@@ -170,6 +172,14 @@ async def launch(source: WeightSource, log_format: LogFormat = "plain") -> tuple
         with contextlib.suppress(asyncio.CancelledError, Fp8ServeError, OSError):
             await (await engine).kill("The tokenizer cannot be read.")
         raise
+
+
+def _check_config(source: WeightSource) -> None:
+    """Refuses a bad directory with the clearest error, and a model that cannot be divided before a process starts."""
+    check_any_config(source.directory)
+    ranks, task = source.options.tensor_parallel, task_of(source.directory, source.options.task)
+    if ranks > 1 and task == "generate":  # the engine refuses ranks for other tasks
+        shard_config(read_config(source.directory), ranks)
 
 
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
