@@ -19,11 +19,11 @@ from fp8serve.hub import find_model, resolve_draft
 from fp8serve.options import Option, options_of
 from fp8serve.server.settings import Settings
 
-OPTIONS = {
-    *(f.name for f in fields(EngineOptions)), "served_model_name", "drain_seconds", "heartbeat_seconds", "step_seconds",
-    "load_seconds", "request_seconds", "metrics_per_layer",
+OPTIONS = {f.name for f in fields(EngineOptions)} - {"max_lora_rank"} | {
+    "served_model_name", "drain_seconds", "heartbeat_seconds", "step_seconds", "load_seconds", "request_seconds",
+    "metrics_per_layer",
 }  # fmt: skip
-"""The options of a server that a worker has, too."""
+"""The options of a server that a worker has, too. A worker has no adapters."""
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "connector": ([],),
     "fpm_trace": (False,),
@@ -46,7 +46,8 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str] | None) -> tuple[Settings, WorkerConfig]:
     """Returns the settings and the configuration of a worker. `arguments` are by default those of this process. Raises
     the errors of Settings, and RequestError for an option that is unknown or that a worker cannot obey."""
-    parser = _Parser("python -m fp8serve.integrations.dynamo", description=__doc__, allow_abbrev=False)
+    description = "Serve MODEL as a worker of NVIDIA Dynamo (docs/dynamo.md)."
+    parser = _Parser("python -m fp8serve.integrations.dynamo", description=description, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="Directory of the model, GGUF file, or name on the hub.")
     group = parser.add_argument_group("fp8serve's options", argument_default=argparse.SUPPRESS)
     for option in options_of(Settings):
