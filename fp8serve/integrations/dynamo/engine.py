@@ -164,9 +164,13 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc,unused-ignore]
 def _dynamo_error(error: Fault | RequestError) -> Exception:
     """Returns the exception that the frontend turns into the status which a server of fp8serve would send. Of these
     exceptions, the client gets only the message of InvalidArgument."""
-    if not isinstance(error, Fault):
-        return InvalidArgument(str(error))
-    status = error.code.kind.v1_status
-    if error.code is Code.MODEL_NOT_FOUND or status == 503:  # this worker ends, or its engine does
-        return EngineShutdown(error.full_message)
-    return InvalidArgument(error.full_message) if status == 400 else HttpError(status, error.full_message)
+    status = error.code.kind.v1_status if isinstance(error, Fault) else 400
+    message = error.full_message if isinstance(error, Fault) else str(error)
+    result: Exception
+    if status == 400:
+        result = InvalidArgument(message)
+    elif status in (404, 503):  # this worker ends, or its engine does
+        result = EngineShutdown(message)
+    else:
+        result = HttpError(status, message)
+    return result
