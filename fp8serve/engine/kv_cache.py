@@ -28,6 +28,9 @@ from hashlib import blake2b
 from fp8serve.engine.sequence import Sequence
 
 HASH_BYTES = 16
+BlockChange = tuple[bytes, bytes | None, Items[int], str]
+"""The hash of a block; and, if it was added to the prefix cache, the previous block's hash, its tokens and its tenant.
+If it was removed, they are None, () and ""."""
 
 
 class BlockPool:
@@ -42,6 +45,7 @@ class BlockPool:
         self._free = OrderedDict.fromkeys(range(num_blocks))  # in the order of allocation
         self._in_progress: dict[bytes, Sequence] = {}  # hash of a block that is not yet full -> sequence computing it
         self._restored: set[int] = set()  # blocks whose contents were read from a file
+        self._changes: list[BlockChange] | None = None  # of the prefix cache; None until `pop_changes` was called
         self._num_draft_computed = [0] * num_blocks  # block -> tokens that the draft model has computed
 
     @property
@@ -103,6 +107,10 @@ class BlockPool:
             if self._hashes[block] is None and key not in self._cached:
                 self._cached[key] = block
                 self._hashes[block] = key
+                if self._changes is not None:
+                    tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+                    previous = seq.block_hashes[index - 1] if index else None
+                    self._changes.append((key, previous, tokens, seq.request.tenant))
             self._end_progress(seq, key)
 
     def release(self, seq: Sequence) -> None:
@@ -150,10 +158,17 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> None:
         """Removes all blocks from the prefix cache, because the weights have changed. No block may be in use."""
+        if self._changes is not None:
+            self._changes += [(key, None, (), "") for key in self._cached]
         self._cached.clear()
         self._in_progress.clear()
         self._restored.clear()
         self._hashes = [None] * self.num_blocks
+
+    def pop_changes(self) -> list[BlockChange]:
+        """Returns how the prefix cache has changed since the last call, in order. The first call begins to record."""
+        changes, self._changes = self._changes or [], []
+        return changes
 
     def num_restored_tokens(self, seq: Sequence) -> int:
         """Returns how many tokens of the cached prefix of a newly admitted `seq` were read from a file."""
@@ -201,6 +216,8 @@ class BlockPool:
         if (key := self._hashes[block]) is not None:
             del self._cached[key]
             self._hashes[block] = None
+            if self._changes is not None:
+                self._changes.append((key, None, (), ""))
         self._restored.discard(block)
         self._num_draft_computed[block] = 0
         self._ref_counts[block] = 1

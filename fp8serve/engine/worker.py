@@ -10,6 +10,7 @@ The process connects to the AF_UNIX socket of its client (`client.py`). It reads
           packed_bytes, seconds} | read_shared_weights {id, name, tensors} | discard_received_weights {id}
           stage_received_weights {id, allow_incomplete}
           suspend {id} | resume {id} | abort_requests {id} | reset_prefix_cache {id}
+          pop_block_changes {id}
           load_adapter {id, name, directory} | unload_adapter {id, name}
           embed {id, inputs, dimensions}
           classify {id, inputs, segments} | forget {id}
@@ -74,6 +75,7 @@ PACK_SECONDS = 0.02  # that an idle engine packs weights before it looks at the 
 NO_SCALES = "Only a model that writes text updates its scales from requests, and this model does not write text."
 NO_WEIGHTS = "Only the weights of a model that writes text can be replaced, and this model does not write text."
 NO_PAUSE = "Only a model that writes text can be paused, and this model does not write text."
+NO_BLOCKS = "Only a model that writes text has a prefix cache, and this model does not write text."
 NO_ADAPTERS = "Only a model that writes text can load adapters, and this model does not write text."
 
 Message = dict[str, Any]
@@ -143,6 +145,7 @@ class Worker:
                 NO_PAUSE, lambda e, m: self._send_outputs(e.abort_requests_of_clients())
             ),
             "reset_prefix_cache": self._generative(NO_PAUSE, lambda e, m: e.reset_prefix_cache()),
+            "pop_block_changes": self._generative(NO_BLOCKS, lambda e, m: e.pop_block_changes()),
             "load_adapter": self._generative(NO_ADAPTERS, lambda e, m: e.load_adapter(m["name"], m["directory"])),
             "unload_adapter": self._generative(NO_ADAPTERS, lambda e, m: e.unload_adapter(m["name"])),
             "embed": self._encode,

@@ -75,6 +75,24 @@ def test_released_blocks_stay_cached_until_they_are_reused() -> None:
     assert pool.allocate(sequence(list(range(9)))) is False
 
 
+def test_changes_of_the_prefix_cache_are_reported_in_order() -> None:
+    pool = BlockPool(3, BLOCK)
+    assert pool.pop_changes() == []  # begins to record
+    first, second = sequence(list(range(9)), "me"), sequence(list(range(4, 13)))
+    assert pool.allocate(first)
+    compute(pool, first)
+    a, b = first.block_hashes
+    assert pool.pop_changes() == [(a, None, [0, 1, 2, 3], "me"), (b, a, [4, 5, 6, 7], "me")]
+    pool.release(first)
+    assert pool.allocate(second)
+    assert pool.pop_changes() == [(b, None, (), ""), (a, None, (), "")]  # evicted, the last block first
+    compute(pool, second)
+    assert [key for key, *_ in pool.pop_changes()] == second.block_hashes
+    pool.release(second)
+    pool.reset_prefix_cache()
+    assert sorted(pool.pop_changes()) == sorted((key, None, (), "") for key in second.block_hashes)
+
+
 def test_admission_is_all_or_nothing() -> None:
     pool = BlockPool(3, BLOCK)
     seq = sequence(list(range(9)))
