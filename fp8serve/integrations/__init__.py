@@ -1,0 +1,1 @@
+"""Adapters to programs that run fp8serve: Ray and Dynamo."""
