@@ -21,6 +21,7 @@ NOT_INSTALLED = (
     "anthropic",
     "wandb",
     "tensorboard",
+    "ray",
 )
 COMMANDS = "calibrate serve generate chat finetune merge eval convert inspect verify models jobs key bench demo"
 FP8SERVE = str(Path(sys.executable).with_name("fp8serve"))

@@ -1,8 +1,11 @@
 """Ray Serve with real replicas, asked through Ray's proxy by the `openai` client, and fine-tunes as Ray jobs."""
 
 import contextlib
+import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -24,6 +27,12 @@ from tests.tiny import CHATS, SENTENCES, write_tiny_model
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'fp8serve[ray]'")
 
 CPUS, OBJECT_STORE = 8, 80 << 20
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",  # no token in the user's home
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "600",
+    "RAY_worker_register_timeout_seconds": "600",
+}
 LONG = 8000  # tokens, so that a test can act while they are generated
 ENGINE = "fp8serve.engine.worker"
 SERVE = Path(sys.executable).with_name("serve")
@@ -79,26 +88,30 @@ def cluster() -> Iterator[Cluster]:
     import ray
     from ray import serve
 
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "600"}
     place = tempfile.mkdtemp(prefix="ray-")  # tmp_path is too long for Ray's sockets
     dashboard, proxy = free_port(), free_port()
-    ray.init(
-        address="local",
-        num_cpus=CPUS,
-        object_store_memory=OBJECT_STORE,
-        include_dashboard=True,
-        dashboard_port=dashboard,
-        log_to_driver=False,
-        _temp_dir=place,
-    )
-    children = psutil.Process().children(recursive=True)
+    handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces
+    children: list[psutil.Process] = []
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": proxy})
-        yield Cluster(f"http://127.0.0.1:{proxy}", f"http://127.0.0.1:{dashboard}")
-        children = psutil.Process().children(recursive=True)
-        serve.shutdown()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in ENVIRONMENT.items():
+                patch.setenv(name, value)
+            ray.init(
+                address="local",
+                num_cpus=CPUS,
+                object_store_memory=OBJECT_STORE,
+                include_dashboard=True,
+                dashboard_port=dashboard,
+                log_to_driver=False,
+                _temp_dir=place,
+            )
+            serve.start(http_options={"host": "127.0.0.1", "port": proxy})
+            yield Cluster(f"http://127.0.0.1:{proxy}", f"http://127.0.0.1:{dashboard}")
+            children = psutil.Process().children(recursive=True)
+            serve.shutdown()
     finally:
         ray.shutdown()
+        signal.signal(signal.SIGTERM, handler)
         until(lambda: not any(child.is_running() for child in children), "the end of Ray's processes")
         shutil.rmtree(place)
 
@@ -264,7 +277,6 @@ def test_a_replica_ends_with_its_engine(cluster: Cluster, models: Path) -> None:
         for task in tasks:
             task.result()
         client.completions.create(prompt="Once", **ask)
-    print(outcomes)
     assert set(outcomes) <= {"answer", "error: engine_down", "error: draining"}
 
 
