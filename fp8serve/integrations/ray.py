@@ -90,13 +90,13 @@ class Replica:
     """A Serve replica: the application of one server, which ends with its engine."""
 
     def __init__(self, values: Mapping[str, Any], replicas: ReplicaOptions, directory: str) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="fp8serve-ray-")
         with contextlib.suppress(OSError):  # relative paths of `serve run`, where this machine has them
             os.chdir(directory)
         _log_like_ray()
         settings = settings_of(values, replicas)
-        if settings.data_dir is None and settings.database is None:
-            self._data_dir = tempfile.TemporaryDirectory(prefix="fp8serve-")
-            settings = replace(settings, data_dir=Path(self._data_dir.name))
+        if settings.database is None:
+            settings = replace(settings, data_dir=Path(self._temporary.name))
         key_file = values.get("api_key_file")
         self._settings = replace(settings, api_key=find_key(None, key_file and Path(key_file)))
         self._watch: asyncio.Task[None] | None = None
@@ -112,6 +112,10 @@ class Replica:
         )
         self._state: ServerState = app.state.server
         return app
+
+    def __del__(self) -> None:
+        """Serve calls this after the application's shutdown, and then kills the process."""
+        self._temporary.cleanup()
 
     async def check_health(self) -> None:
         """Serve calls this before the replica gets requests, and then regularly. The first call waits until the models
@@ -131,7 +135,7 @@ class Replica:
             await asyncio.sleep(POLL_SECONDS)
         for model in state.models.models.values():
             if model.problem is not None:
-                raise model.problem
+                raise model.problem.with_traceback(None)  # Ray shows the traceback
 
     async def _end_with_engine(self) -> None:
         """Waits until an engine is dead, and ends this replica when the requests in flight are answered."""

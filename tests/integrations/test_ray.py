@@ -18,6 +18,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from starlette.responses import PlainTextResponse
 
 from fp8serve.errors import RequestError
 from fp8serve.running import open_listener
@@ -33,6 +34,7 @@ ENVIRONMENT = {
     "RAY_raylet_start_wait_time_s": "600",
     "RAY_worker_register_timeout_seconds": "600",
 }
+KILLED_REPLICAS = 2  # which cannot remove their directories
 LONG = 8000  # tokens, so that a test can act while they are generated
 ENGINE = "fp8serve.engine.worker"
 SERVE = Path(sys.executable).with_name("serve")
@@ -94,7 +96,7 @@ def cluster() -> Iterator[Cluster]:
     children: list[psutil.Process] = []
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in ENVIRONMENT.items():
+            for name, value in {**ENVIRONMENT, "TMPDIR": place}.items():
                 patch.setenv(name, value)
             ray.init(
                 address="local",
@@ -113,7 +115,9 @@ def cluster() -> Iterator[Cluster]:
         ray.shutdown()
         signal.signal(signal.SIGTERM, handler)
         until(lambda: not any(child.is_running() for child in children), "the end of Ray's processes")
+        directories = list(Path(place).glob("fp8serve-ray-*"))
         shutil.rmtree(place)
+    assert len(directories) <= KILLED_REPLICAS
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +195,24 @@ def test_gpus_of_a_replica(tmp_path: Path) -> None:
     assert gpus() == (0, "cpu")
     assert gpus(num_gpus="1") == (1, "cuda")
     assert gpus(device="cuda", tensor_parallel="2") == (2, "cuda")
+
+
+async def test_clients_on_other_machines_need_a_key_or_permission() -> None:
+    from fp8serve.integrations.ray import ProxiedRequests
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse(scope["path"])(scope, receive, send)
+
+    async def ask(address: str, is_open: bool, prefix: str = "") -> httpx.Response:
+        transport = httpx.ASGITransport(ProxiedRequests(application, is_open), client=(address, 1), root_path=prefix)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get(f"{prefix}/v1/models")
+
+    assert (await ask("127.0.0.1", is_open=False)).text == "/v1/models"
+    assert (await ask("192.0.2.7", is_open=True, prefix="/below")).text == "/v1/models"
+    refused = await ask("192.0.2.7", is_open=False)
+    assert refused.status_code == 403
+    assert refused.json()["error"]["code"] == "forbidden"
 
 
 @pytest.mark.slow
@@ -276,6 +298,13 @@ def test_a_replica_ends_with_its_engine(cluster: Cluster, models: Path) -> None:
             stopped.set()
         for task in tasks:
             task.result()
+        long = pool.submit(client.completions.create, prompt="Once", **{**ask, "max_tokens": LONG})
+        until(lambda: any(engine.cpu_percent(0.2) > 1 for engine in cluster.engines().values()), "a running request")
+        for engine in cluster.engines().values():
+            if (replica := engine.parent()) is not None:
+                replica.kill()
+        with pytest.raises(openai.InternalServerError):
+            long.result()
         client.completions.create(prompt="Once", **ask)
     assert set(outcomes) <= {"answer", "error: engine_down", "error: draining"}
 
@@ -323,7 +352,7 @@ def test_commands_serve_and_train(cluster: Cluster, models: Path, tmp_path: Path
     out = tmp_path / "run"
     options = f"--recipe current --lora-rank 4 --max-steps 1 --seq-len 64 --data {models / 'chats.jsonl'} --out {out}"
     train = [sys.executable, "-m", "fp8serve", "finetune", str(models / "short"), *options.split()]
-    job = run("ray", "job", "submit", "--address", cluster.dashboard, "--", *train)
+    job = run("ray", "job", "submit", "--address", cluster.dashboard, "--entrypoint-num-cpus", "1", "--", *train)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "succeeded" in job.stdout
     application = {
@@ -361,9 +390,8 @@ def test_a_model_that_cannot_be_loaded_fails_the_deployment(cluster: Cluster, mo
     with pytest.raises(RuntimeError), cluster.deployed(model=str(tmp_path / "damaged"), recipe="current"):
         pass
     status = serve.status().applications["default"]
-    print(status)
     serve.delete("default")
-    assert "ModelError" in status.deployments["fp8serve"].message
+    assert "model.safetensors is truncated or damaged" in status.deployments["fp8serve"].message
 
 
 @pytest.mark.slow
