@@ -22,6 +22,7 @@ NOT_INSTALLED = (
     "wandb",
     "tensorboard",
     "dynamo",
+    "ray",
 )
 COMMANDS = "calibrate serve generate chat finetune merge eval convert inspect verify models jobs key bench demo"
 FP8SERVE = str(Path(sys.executable).with_name("fp8serve"))

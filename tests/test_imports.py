@@ -18,7 +18,9 @@ ALLOWED = {
     "client": {"client", "errors", "options"},
     "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
     "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "processes", "logs"},
-    "integrations": {"integrations", "server", "engine", "errors", "options", "hub", "cli"},
+    "integrations": {
+        "integrations", "commands", "server", "engine", "model", "errors", "options", "hub", "cli",
+    },
 }
 MORE = {"fp8serve.train.methods.grpo.rollouts": {"engine"}}
 """GRPO generates its rollouts with an engine."""

@@ -48,6 +48,7 @@ def run(settings: Settings, start_engine: Launch | None = None, listener: socket
         limit = connection_limit(settings.limits)
         config = uvicorn.Config(
             app,
+            loop="asyncio",  # and not uvloop where that happens to be installed
             http=timed_protocol(settings.limits, limit.connections),
             backlog=limit.batch,
             ws="none",
