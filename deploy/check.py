@@ -23,13 +23,21 @@ def read_schemas(directory: Path) -> dict[Kind, Schema]:
     """Returns the schemas of all kinds that the files of a directory define."""
     schemas: dict[Kind, Schema] = {}
     for path in sorted(directory.iterdir()):
-        if path.suffix == ".json":
-            schemas |= dict(_kinds_of_openapi(json.loads(path.read_text())["definitions"]))
-        elif path.suffix in (".yaml", ".yml"):
-            for definition in yaml.load_all(path.read_text(), yaml.CSafeLoader):
-                if definition and definition.get("kind") == "CustomResourceDefinition":
-                    schemas |= dict(_kinds_of_definition(definition["spec"]))
+        try:
+            schemas |= _schemas_of_file(path)
+        except (ValueError, KeyError, yaml.YAMLError):
+            sys.exit(f"{path} has no schemas that can be read.")
     return schemas
+
+
+def _schemas_of_file(path: Path) -> dict[Kind, Schema]:
+    if path.suffix == ".json":
+        return dict(_kinds_of_openapi(json.loads(path.read_text())["definitions"]))
+    if path.suffix not in (".yaml", ".yml"):
+        return {}
+    documents = filter(None, yaml.load_all(path.read_text(), yaml.CSafeLoader))
+    definitions = [document["spec"] for document in documents if document.get("kind") == "CustomResourceDefinition"]
+    return {kind: schema for definition in definitions for kind, schema in _kinds_of_definition(definition)}
 
 
 def _kinds_of_openapi(definitions: dict[str, Schema]) -> Iterator[tuple[Kind, Schema]]:

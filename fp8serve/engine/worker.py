@@ -33,8 +33,8 @@ An engine with `tensor_parallel` has more processes (rank_group.py). If one of t
 `failed`, which may also follow `ready`, and exits.
 
 After SIGTERM, the worker refuses new requests, lets running requests finish, and exits with status 0. A service manager
-or torchrun sends the signal to the client, too, which has the deadline. The worker also exits when the client closes the
-connection. SIGINT is ignored, because Ctrl-C reaches the client, too, which then ends the worker.
+or torchrun sends the signal to the client, too, which has the deadline: the worker also exits when the client closes
+the connection. SIGINT is ignored, because Ctrl-C reaches the client, too, which then ends the worker.
 """
 
 import argparse

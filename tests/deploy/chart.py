@@ -86,6 +86,7 @@ def start(
     def local(word: str) -> str:
         word = re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], word)
         word = re.sub(rf"(?<![^=])({'|'.join(paths)})(?=/|$)", lambda match: str(paths[match[1]]), word)
+        word = re.sub(r"^(--master-addr=).*", r"\g<1>127.0.0.1", word)  # a name in the cluster's DNS
         return re.sub(r"^(--(?:master-)?port=)(\d+)$", lambda match: f"{match[1]}{ports[int(match[2])]}", word)
 
     program, *arguments = [*container["command"], *container["args"]]

@@ -1,5 +1,6 @@
 """The manifests of the chart agree with each other and with the programs that they start."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,13 +84,16 @@ def test_torchrun_starts_as_many_ranks_as_the_server_has(variant: str) -> None:
     for pod in pods(render(**values)):
         container = container_of(pod)
         program, *words = container["command"]
-        words = [word.replace("$(LWS_WORKER_INDEX)", "1").replace("$(JOB_COMPLETION_INDEX)", "1") for word in words]
+        words = [re.sub(r"\$\((LWS_WORKER|JOB_COMPLETION)_INDEX\)", "1", word) for word in words]
         parsed = get_args_parser().parse_args([*words, *container["args"]])
         assert (program, parsed.module, parsed.training_script) == ("torchrun", True, "fp8serve")
         assert (int(parsed.nnodes.partition(":")[0]), int(parsed.nproc_per_node)) == (
             values.get("nodes", 1),
             values.get("gpus") or 1,
         )
+        if values.get("nodes", 1) > 1:  # the names that JobSet and LeaderWorkerSet give
+            assert parsed.node_rank == 1
+            assert parsed.master_addr in ("chat-node-0-0.chat", "$(LWS_LEADER_ADDRESS)")
         ranks = int(parsed.nproc_per_node) * values.get("nodes", 1)
         is_server = container["args"][0] == "serve"
         assert not is_server or f"--tensor-parallel={ranks}" in container["args"]

@@ -41,7 +41,7 @@ OPENAPI = {
     "definitions": {
         "v1.Service": {
             "type": "object",
-            "properties": {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "spec": {"$ref": "#/definitions/Spec"}},
+            "properties": {"apiVersion": {}, "kind": {}, "spec": {"$ref": "#/definitions/Spec"}},
             "x-kubernetes-group-version-kind": [{"group": "", "version": "v1", "kind": "Service"}],
         },
         "Spec": {"type": "object", "properties": {"target": {"type": "string", "format": "int-or-string"}}},
@@ -98,6 +98,13 @@ def test_a_wrong_manifest_is_named_with_its_field(schemas: Path, manifest: dict[
 
 def test_nothing_to_check_is_an_error(schemas: Path) -> None:
     for arguments in ((schemas,), (schemas / "none",), ()):
-        result = subprocess.run([sys.executable, CHECK, *arguments], input="", capture_output=True, text=True, check=False)
+        command = [sys.executable, CHECK, *arguments]
+        result = subprocess.run(command, input="", capture_output=True, text=True, check=False)
         assert result.returncode != 0
         assert "Traceback" not in result.stderr
+
+
+def test_a_file_that_is_no_schema_is_named(schemas: Path) -> None:
+    (schemas / "broken.json").write_text("{")
+    result = run(schemas, POOL_HEAD)
+    assert (result.returncode, result.stderr) == (1, f"{schemas / 'broken.json'} has no schemas that can be read.\n")

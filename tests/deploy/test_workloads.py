@@ -5,7 +5,6 @@ import json
 import random
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ class Pods:
         for rank, pod in enumerate(pods):
             (temporary := place / f"tmp{rank}").mkdir(parents=True, exist_ok=True)
             variables = {"LWS_WORKER_INDEX": str(rank), "JOB_COMPLETION_INDEX": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-            variables |= {"LWS_LEADER_ADDRESS": "127.0.0.1"}
+            variables |= {"LWS_LEADER_ADDRESS": "chat-0.chat"}
             paths = {"/data": data, "/tmp": temporary, "/mnt/models": model}
             self.processes.append(start(pod, self.log, paths, ports, variables, SECRET))
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{ports[8000]}", timeout=PATIENCE)
@@ -79,7 +78,7 @@ class Pods:
 
 @contextlib.contextmanager
 def running(manifests: list[Manifest], data: Path, place: Path, count: int = 1) -> Iterator[Pods]:
-    """Runs the pods of the release's workload: `count` of them, the last template for all that have none of their own."""
+    """Runs `count` pods of the release's workload. The last template is for all that have none of their own."""
     (templates,) = filter(None, map(pod_templates, manifests))
     templates += templates[-1:] * (count - len(templates))
     pods = Pods(templates, data, place, data / "model")
@@ -100,7 +99,8 @@ def free_port() -> int:
 
 def stream_through_a_drain(pods: Pods, tokens: int) -> None:
     """Ends the pods while a stream runs, which gets all its tokens."""
-    body = GREEDY | {"max_tokens": tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    body = GREEDY | {"max_tokens": tokens, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     with pods.client.stream("POST", "/v1/completions", json=body, headers=HEADERS) as response:
         lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
         next(lines)

@@ -1,9 +1,9 @@
 """The middleware that authorizes requests and applies the limits of tenants. It denies by default.
 
-**Keys.** If the server has API keys, only the health routes (and /metrics, with `--metrics-without-key`) are open without
-a key, and a key opens the routes of its scopes (access/scopes.py). Clients send it as `Authorization: Bearer KEY`, or
-as `x-api-key: KEY` like Anthropic's clients. Browsers send it as the password of HTTP Basic. Keys are compared in
-constant time.
+**Keys.** If the server has API keys, only the health routes (with `--metrics-without-key` also /metrics) are open
+without a key, and a key opens the routes of its scopes (access/scopes.py). Clients send it as `Authorization: Bearer
+KEY`, or as `x-api-key: KEY` like Anthropic's clients. Browsers send it as the password of HTTP Basic. Keys are compared
+in constant time.
 
 **Other sites.** A page of another site can reach a server on the user's machine by DNS rebinding: the site's name is
 changed to point to 127.0.0.1 after the page has loaded. The requests of such a page have the site's name in `Host`. So
