@@ -179,10 +179,10 @@ def test_jobs_on_one_node_and_on_two_write_the_same_bytes(data: Path, tmp_path: 
 def test_a_job_that_is_evicted_fails_and_continues_from_its_checkpoint(nodes: int, data: Path, tmp_path: Path) -> None:
     """The Job or JobSet starts failed pods again with the same command."""
     out = f"evicted{nodes}"
-    command = [*JOB[:3], f"--out=/data/{out}", "--max-steps=300", "--accumulate=2"]
+    command = [*JOB[:3], f"--out=/data/{out}", "--max-steps=150", "--accumulate=2"]
     manifests = render(run="job", command=command, nodes=nodes)
     with running(manifests, data, tmp_path, nodes) as pods:
-        until(lambda: "Step 1/300" in pods.log.read_text(), "a step")
+        until(lambda: "Step 1/150" in pods.log.read_text(), "a step")
         pods.terminate()
         assert 0 not in pods.wait()
     assert not (data / out / "model").exists()
