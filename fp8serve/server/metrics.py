@@ -352,10 +352,11 @@ LAYER_METRICS = (
 @dataclass
 class ScrapeSources:
     """Functions that are called at every scrape and must not block. All but `jobs`, `ready` and `build` return values
-    by model; an engine that does not run reports nothing."""
+    by model; an engine that does not run reports nothing. `max_adapters` is how many adapters a batch can use."""
 
     stats: Callable[[], Stats] = dict
     adapters: Callable[[], Mapping[str, Mapping[str, Mapping[str, int]]]] = dict
+    max_adapters: Callable[[], Mapping[str, int]] = dict
     layers: Callable[[], Mapping[str, Sequence[Mapping[str, Any]]]] = dict
     jobs: Callable[[], Mapping[str, int]] = dict
     ready: Callable[[], bool] = bool

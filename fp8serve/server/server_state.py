@@ -129,6 +129,7 @@ class ServerState:
         sources = self.metrics.sources
         sources.stats = self.models.stats
         sources.adapters = self.models.adapter_stats
+        sources.max_adapters = self.models.max_adapters
         sources.layers = lambda: {name: model.layers for name, model in self.models.models.items()}
         sources.jobs = lambda: self.replication.job_counts if self.jobs.is_shared else self.jobs.counts()
         sources.ready = lambda: self.ready

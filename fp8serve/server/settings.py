@@ -227,6 +227,9 @@ class Settings(EngineOptions):
         ),
     ] = field(default=None, repr=False)
     vllm_metrics: Annotated[bool, About("Also publish metrics under vllm:* names.")] = False
+    metrics_without_key: Annotated[bool, About("Answer GET /metrics without a key, for scrapers that send none.")] = (
+        False
+    )
     metrics_per_layer: Annotated[
         bool, About("Also publish amax, headroom, clipped share and drift of every FP8 layer in /metrics.")
     ] = False

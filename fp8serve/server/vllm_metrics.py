@@ -45,7 +45,7 @@ class VllmMetrics(Collector):
                 yield _by_status_class(family)
         sources = self._metrics.sources
         running = {model: stats for model, stats in sources.stats().items() if stats}
-        yield from _engine_families(running, sources.served(), sources.adapters())
+        yield from _engine_families(running, sources.served(), sources.adapters(), sources.max_adapters())
 
 
 def _renamed(family: Metric, name: str) -> Metric:
@@ -74,7 +74,10 @@ def _by_status_class(family: Metric) -> Metric:
 
 
 def _engine_families(
-    running: Stats, served: Mapping[str, Mapping[str, str]], adapters: Mapping[str, Mapping[str, Mapping[str, int]]]
+    running: Stats,
+    served: Mapping[str, Mapping[str, str]],
+    adapters: Mapping[str, Mapping[str, Mapping[str, int]]],
+    max_adapters: Mapping[str, int],
 ) -> Iterator[Metric]:
     waiting = _gauge(
         "num_requests_waiting_by_reason", "Sequences that wait, by reason; reason is always capacity", "reason"
@@ -97,7 +100,7 @@ def _engine_families(
         lists = (
             ",".join(name for name, counts in counts_by_name.items() if counts[key]) for key in ("running", "waiting")
         )
-        lora.add_metric([*labels, str(len(counts_by_name)), *lists], time.time())
+        lora.add_metric([*labels, str(max_adapters[model]), *lists], time.time())
     yield from (waiting, sleep, cache, lora)
 
 

@@ -1,8 +1,9 @@
 """The middleware that authorizes requests and applies the limits of tenants. It denies by default.
 
-**Keys.** If the server has API keys, only the health routes are open without a key, and a key opens the routes of its
-scopes (access/scopes.py). Clients send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY` like Anthropic's
-clients. Browsers send it as the password of HTTP Basic. Keys are compared in constant time.
+**Keys.** If the server has API keys, only the health routes (with `--metrics-without-key` also /metrics) are open
+without a key, and a key opens the routes of its scopes (access/scopes.py). Clients send it as `Authorization: Bearer
+KEY`, or as `x-api-key: KEY` like Anthropic's clients. Browsers send it as the password of HTTP Basic. Keys are compared
+in constant time.
 
 **Other sites.** A page of another site can reach a server on the user's machine by DNS rebinding: the site's name is
 changed to point to 127.0.0.1 after the page has loaded. The requests of such a page have the site's name in `Host`. So
@@ -162,6 +163,7 @@ def _network(scope: Scope) -> str:
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 UNSAFE_PATHS = frozenset({"/flush_cache"})  # which SGLang's trainers call with GET
+METRICS_PATH = "/metrics"
 
 
 class AccessControl:
@@ -175,6 +177,7 @@ class AccessControl:
         self._keys = keys
         self._hosts = HostCheck(settings)
         self._tenants = TenantNames(settings)
+        self._open_paths = OPEN_PATHS | ({METRICS_PATH} if settings.metrics_without_key else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -193,7 +196,7 @@ class AccessControl:
         return await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope, caller: Caller | None) -> Fault | None:
-        if scope["path"] not in OPEN_PATHS and (fault := self._authorization_fault(scope, caller)) is not None:
+        if scope["path"] not in self._open_paths and (fault := self._authorization_fault(scope, caller)) is not None:
             return fault
         is_safe = scope["method"] in SAFE_METHODS and scope["path"] not in UNSAFE_PATHS
         if not is_safe and not self._hosts.is_own_page(scope):

@@ -123,3 +123,7 @@ class Registry:
     def adapter_stats(self) -> Mapping[str, Mapping[str, Mapping[str, int]]]:
         """Returns the numbers of running and waiting sequences, by model and adapter."""
         return {name: model.adapter_stats() for name, model in self.models.items()}
+
+    def max_adapters(self) -> Mapping[str, int]:
+        """Returns how many adapters one batch of each model can use: each of its sequences may have its own."""
+        return {name: model.admission.capacity.num_seqs for name, model in self.models.items()}

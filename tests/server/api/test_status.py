@@ -93,6 +93,13 @@ async def test_vllm_metrics_are_served_on_request(start: Start) -> None:
             assert name in text
 
 
+async def test_the_capacity_for_adapters_does_not_depend_on_how_many_are_loaded(start: Start) -> None:
+    """A router sends a request for an adapter only to servers whose running adapters are fewer than `max_lora`."""
+    async with start(vllm_metrics=True, max_num_seqs=3) as server:
+        text = await metrics(server, "vllm:lora_requests_info{")
+    assert 'max_lora="3",model_name="tiny",running_lora_adapters="",waiting_lora_adapters=""' in text
+
+
 @pytest.mark.parametrize("path", ["/", "/docs"])
 async def test_pages_load_nothing_from_other_hosts(start: Start, path: str) -> None:
     async with start() as server:

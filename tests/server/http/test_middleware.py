@@ -54,6 +54,14 @@ async def test_every_route_but_health_needs_the_key(start: Start) -> None:
                 assert answer.headers["www-authenticate"].startswith("Basic")
 
 
+async def test_metrics_can_be_open_to_scrapers_without_a_key(start: Start) -> None:
+    async with start(api_key=KEY, metrics_without_key=True) as server:
+        assert (await server.client.get("/metrics")).text.startswith("# HELP")
+        assert (await server.client.get("/metrics", headers={"host": "10.0.0.7:8000"})).status_code == 200
+        assert (await server.client.get("/info")).status_code == 401
+        assert (await server.client.post("/metrics")).status_code == 405
+
+
 async def test_the_key_is_taken_as_bearer_and_as_the_password_of_basic(start: Start) -> None:
     async with start(api_key=KEY) as server:
         basic = base64.b64encode(f"anyone:{KEY}".encode()).decode()
