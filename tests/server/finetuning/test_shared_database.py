@@ -20,7 +20,6 @@ from fp8serve.server.finetuning import fronts, job_runner, replication
 from fp8serve.server.finetuning.database import NewJob, new_job_id
 from fp8serve.server.finetuning.fronts import Fronts
 from fp8serve.server.finetuning.job_store import JobStore, activate
-from fp8serve.server.finetuning.postgres import PostgresConnection
 from fp8serve.server.settings import Settings
 from tests.patience import eventually, until
 from tests.server.conftest import Server, Start
@@ -500,57 +499,6 @@ async def test_a_database_that_is_restarted_is_used_again(
         await eventually(can_submit, "the connection")
         (job,) = (await server.client.get("/finetune")).json()["jobs"]
         await wait_for(server, job["id"], "succeeded")
-
-
-def test_a_server_whose_wait_for_another_was_cancelled_writes_again(database: str) -> None:
-    with stores(database, 2) as (first, second):
-        with second.write() as db:
-            db.execute("SET lock_timeout = '1ms'")
-        with first.write(), pytest.raises(Fault) as caught, second.write():
-            pass
-        assert caught.value.code is Code.STORAGE_UNAVAILABLE
-        second.create(NEW, "ftjob-1", 100)
-        assert first.get("ftjob-1").status == "queued"
-
-
-def test_a_connection_has_timeouts_that_the_url_may_change(database: str) -> None:
-    """Without them, a server would wait for minutes for a database whose machine is gone."""
-    for url, idle in ((database, "5"), (f"{database}&keepalives_idle=7", "7")):
-        with closing(PostgresConnection(url)) as connection:
-            assert connection._db is not None
-            parameters = connection._db.info.get_parameters()
-        expected = {"connect_timeout": "10", "keepalives_idle": idle, "keepalives_interval": "5",
-                    "keepalives_count": "3", "tcp_user_timeout": "15000"}  # fmt: skip
-        assert {name: parameters.get(name) for name in expected} == expected
-
-
-def test_a_database_of_a_newer_version_is_refused_and_not_changed(database: str) -> None:
-    with closing(JobStore(database)) as store, store.write() as db:
-        db.execute("UPDATE schema_version SET version = 9")
-    with pytest.raises(MachineError, match="has schema version 9, but this fp8serve reads version 5; start the"):
-        JobStore(database)
-    import psycopg
-
-    with psycopg.connect(database) as db:
-        assert db.execute("SELECT version FROM schema_version").fetchone() == (9,)
-
-
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("postgresql://fp8serve:secret@/x?host=/nowhere", "No such file or directory"),
-        ("postgresql://fp8serve:secret@/x?nonsense=1", "the URL is invalid"),
-    ],
-)
-def test_a_database_that_cannot_be_reached_is_refused_in_one_sentence(
-    url: str, reason: str, settings: Settings
-) -> None:
-    pytest.importorskip("psycopg")
-    with pytest.raises(MachineError) as caught:
-        JobStore(url)
-    assert reason in str(caught.value)
-    assert "secret" not in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
