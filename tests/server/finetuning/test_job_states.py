@@ -324,7 +324,7 @@ def test_a_table_of_another_layout_is_refused_and_not_changed(tmp_path: Path) ->
         newer.execute("PRAGMA user_version=9")
     with pytest.raises(
         MachineError,
-        match="has schema version 9, but this fp8serve reads version 5; start the fp8serve version that wrote it",
+        match="has schema version 9, but this fp8serve reads version 6; start the fp8serve version that wrote it",
     ):
         JobStore(table)
     with closing(sqlite3.connect(table)) as db:

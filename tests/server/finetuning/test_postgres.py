@@ -49,7 +49,7 @@ def test_a_connection_has_timeouts_that_the_url_may_change(database: str) -> Non
 def test_a_database_of_a_newer_version_is_refused_and_not_changed(database: str) -> None:
     with closing(JobStore(database)) as store, store.write() as db:
         db.execute("UPDATE schema_version SET version = 9")
-    with pytest.raises(MachineError, match="has schema version 9, but this fp8serve reads version 5; start the"):
+    with pytest.raises(MachineError, match="has schema version 9, but this fp8serve reads version 6; start the"):
         JobStore(database)
     with psycopg.connect(database) as db:
         assert db.execute("SELECT version FROM schema_version").fetchone() == (9,)
