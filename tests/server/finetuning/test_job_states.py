@@ -26,9 +26,9 @@ from fp8serve.server.faults import Fault
 from fp8serve.server.finetuning import fronts
 from fp8serve.server.finetuning.database import NewJob, new_job_id
 from fp8serve.server.finetuning.fronts import Fronts
-from fp8serve.server.finetuning.job_runner import read_events
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.settings import Settings
+from fp8serve.train.events import read_events
 from tests.server.conftest import Start
 
 LEADS_TO = {
