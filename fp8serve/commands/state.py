@@ -47,7 +47,7 @@ def backup(file: File, data_dir: DataDir = None, database: Url = None) -> None:
     if isinstance(location, Path) and not location.exists():
         raise MachineError(f"{location.parent} has no job database; --data-dir is the data directory of a server.")
     from fp8serve.server.finetuning.backup import back_up
-    from fp8serve.server.finetuning.sqlite import is_older
+    from fp8serve.server.finetuning.connections import is_older
 
     with ExitStack() as stack:
         if isinstance(location, Path) and is_older(location):  # a server of an earlier version may use it
