@@ -198,20 +198,24 @@ class ServerState:
         """Removes job directories and uploads that a crash has left behind and that are not in the database.
 
         In a directory that other servers may use, recent ones stay: they may be about to enter the database. In one
-        that was used with another database, all stay: that database may list them.
+        that was used with another database, all stay, and the log names one: that database may list them.
         """
-        if not self._data.has_one_database():
-            return
+        has_one_database = self._data.has_one_database()
         newest = time.time() - ORPHAN_SECONDS if self.jobs.is_shared else math.inf
         folders, files = list(self.runner.root.iterdir()), list(self.data_dir.glob("files/*"))
         jobs, uploads = self.jobs.ids("jobs"), self.jobs.ids("files")
+        orphans = [path for path in folders if path.name not in jobs]
+        orphans += [path for path in files if path.name.partition(".")[0] not in uploads]
+        if orphans and not has_one_database:
+            log.warning(
+                "%d files and directories of jobs and uploads, such as %s, are not in this database; they are kept, "
+                "because the data directory was used with another database, too", len(orphans), min(orphans),
+            )  # fmt: skip
+            return
         with contextlib.suppress(FileNotFoundError):  # another server removes them, too
-            for path in folders:
-                if path.name not in jobs and path.stat().st_mtime < newest:
-                    shutil.rmtree(path, ignore_errors=True)
-            for path in files:
-                if path.name.partition(".")[0] not in uploads and path.stat().st_mtime < newest:
-                    path.unlink()
+            for path in orphans:
+                if path.stat().st_mtime < newest:
+                    shutil.rmtree(path, ignore_errors=True) if path.parent == self.runner.root else path.unlink()
 
     def begin_drain(self) -> None:
         """Refuses new requests, and makes a running job stop at a checkpoint."""

@@ -447,7 +447,7 @@ def write_old_folder(data_dir: Path) -> Path:
 
 
 async def test_files_that_another_database_may_list_are_kept(
-    start: Start, postgres: Any, settings: Settings, tmp_path: Path
+    start: Start, postgres: Any, settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     of_sqlite, of_postgres = tmp_path / "a", tmp_path / "b"
     urls = [postgres.url(), postgres.url()]
@@ -457,9 +457,11 @@ async def test_files_that_another_database_may_list_are_kept(
     os.utime(of_sqlite / "jobs" / job, (1, 1))
     async with start(data_dir=of_sqlite, database=urls[0]):
         pass
+    assert f"1 files and directories of jobs and uploads, such as {of_sqlite / 'jobs' / job}," in caplog.text
     write_old_folder(of_sqlite)
     async with start(data_dir=of_sqlite) as server:  # both have been used
         assert {path.name for path in server.state.runner.root.iterdir()} == {job, "ftjob-old"}
+    assert f"such as {of_sqlite / 'jobs' / 'ftjob-old'}," in caplog.text
 
     folder = write_old_folder(of_postgres)
     for url in (urls[0], urls[0].replace("fp8serve@", "fp8serve:secret@")):  # one database
