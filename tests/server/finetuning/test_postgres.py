@@ -9,9 +9,9 @@ import pytest
 
 from fp8serve.errors import MachineError
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.finetuning.connections import PostgresConnection
 from fp8serve.server.finetuning.database import NewJob
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.server.finetuning.connections import PostgresConnection
 from tests.patience import until
 
 psycopg = pytest.importorskip("psycopg")
