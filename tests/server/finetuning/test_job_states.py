@@ -132,6 +132,8 @@ class JobTable(RuleBasedStateMachine):
     def restart(self) -> None:
         self.store.close()
         self.store = self.connect()
+        for job in self.store.unfinished_jobs():  # as a server does before it follows a training process
+            assert job.status != "running" or self.store.claim(job.id)
 
     @invariant()
     def the_table_is_as_expected(self) -> None:
@@ -311,8 +313,6 @@ def test_the_job_table_in_postgresql(postgres: Any, monkeypatch: pytest.MonkeyPa
         def restart(self) -> None:
             Fronts(self.store).leave()
             super().restart()
-            for job in self.store.unfinished_jobs():
-                assert job.status != "running" or self.store.claim(job.id)
 
     few = settings(max_examples=8, stateful_step_count=30, suppress_health_check=list(HealthCheck), deadline=None)
     run_state_machine_as_test(PostgresJobTable, settings=few)
