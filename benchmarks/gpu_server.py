@@ -25,7 +25,7 @@ from benchmarks.front_time import ProcessorTime
 from fp8serve.bench import serve
 from fp8serve.bench.options import Load
 from fp8serve.demos import answer, training_rows, wait_for_job
-from fp8serve.demos.smollm2 import FACTS, OnSmolLM2
+from fp8serve.demos.runs import FACTS, OnSmolLM2
 from fp8serve.model.gguf import smollm2
 from fp8serve.running import RunningServer
 

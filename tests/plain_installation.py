@@ -41,7 +41,7 @@ def fp8serve(*arguments: object) -> str:
 
 def main() -> None:
     import fp8serve as package
-    from fp8serve.demos.from_scratch import FromScratch
+    from fp8serve.demos.runs import FromScratch
     from fp8serve.train.scratch import write_random_model, write_texts
 
     if present := [name for name in NOT_INSTALLED if find_spec(name)]:

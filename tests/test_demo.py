@@ -14,9 +14,8 @@ import pytest
 from fp8serve.cli import main
 from fp8serve.commands import demo
 from fp8serve.commands.demo import command
-from fp8serve.demos import from_scratch
-from fp8serve.demos.from_scratch import QUESTIONS, FromScratch
-from fp8serve.demos.smollm2 import OnSmolLM2, side_by_side
+from fp8serve.demos import runs
+from fp8serve.demos.runs import QUESTIONS, FromScratch, OnSmolLM2, side_by_side
 from fp8serve.errors import MachineError
 from fp8serve.model import gguf as packaged
 from fp8serve.running import RunningServer
@@ -78,7 +77,7 @@ SERVING_DEMO = """
 import signal, sys
 from pathlib import Path
 from fp8serve.cli import main
-from fp8serve.demos.from_scratch import FromScratch
+from fp8serve.demos.runs import FromScratch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 
 def serve_until_interrupted(demo, directory):
@@ -191,7 +190,7 @@ def test_every_stage_runs_on_the_chosen_device(monkeypatch: pytest.MonkeyPatch, 
         run.calibrate(tmp_path, tmp_path, None, 1, 1)
     with pytest.raises(MachineError, match="serve was reached"), run.running_server(tmp_path, tmp_path):
         pass
-    devices["train"] = from_scratch._train_config(tmp_path, 1.0, run.device).device
+    devices["train"] = runs._train_config(tmp_path, 1.0, run.device).device
     assert devices == dict.fromkeys(("calibrate", "serve", "train"), "cuda:1")
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8serve.demos import smollm2
-from fp8serve.demos.smollm2 import OnSmolLM2
+from fp8serve.demos import runs
+from fp8serve.demos.runs import OnSmolLM2
 
 STAGES = ["model", "calibrate", "serve", "ask", "finetune", "activate", "ask again", "restart", "same", "done"]
 
@@ -17,8 +17,8 @@ STAGES = ["model", "calibrate", "serve", "ask", "finetune", "activate", "ask aga
 def test_the_main_job_on_real_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.disk_usage(tmp_path).free < OnSmolLM2.disk_bytes:
         pytest.skip(f"needs {OnSmolLM2.disk_bytes >> 30} GiB of free disk")
-    monkeypatch.setattr(smollm2, "GENERAL_QUESTIONS", smollm2.GENERAL_QUESTIONS[:1])
-    monkeypatch.setattr(smollm2, "FACTS", dict([*smollm2.FACTS.items()][:4]))  # one batch
+    monkeypatch.setattr(runs, "GENERAL_QUESTIONS", runs.GENERAL_QUESTIONS[:1])
+    monkeypatch.setattr(runs, "FACTS", dict([*runs.FACTS.items()][:4]))  # one batch
     printed = list[str]()
     results = OnSmolLM2("a test", tmp_path, printed.append, effort=0.125).run()
     assert [line[:10].strip() for line in printed if line[0] != " "] == STAGES

@@ -35,7 +35,7 @@ ALLOWED_IN_SERVER = {
     "http": {"http", "access"} | FOUNDATION,
     "serving": {"serving", "output_parsers"} | FOUNDATION,
     "parsing": {"parsing", "serving", "schemas"} | FOUNDATION,
-    "finetuning": {"finetuning", "parsing", "serving", "schemas"} | FOUNDATION,
+    "finetuning": {"finetuning", "access", "parsing", "serving", "schemas"} | FOUNDATION,
     "data_directory": FOUNDATION,
     "server_state": {"access", "data_directory", "finetuning", "parsing", "serving"} | FOUNDATION,
     "api": {"api", "access", "server_state", "finetuning", "parsing", "serving", "schemas", "http", "output_parsers"}

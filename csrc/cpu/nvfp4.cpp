@@ -166,18 +166,13 @@ Seed seed_of(const Contract& check, const std::optional<Tensor>& seed, int64_t s
       true, {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)}, static_cast<uint32_t>(stream)};
 }
 
-std::tuple<Tensor, Tensor> cast_nvfp4(const Tensor& x_in, const std::optional<Tensor>& largest, bool by_row,
-                                      int64_t block_rows, const std::optional<Tensor>& seed_in,
-                                      int64_t stream) {
+std::tuple<Tensor, Tensor> cast_nvfp4(const Tensor& x_in, bool by_row, int64_t block_rows,
+                                      const std::optional<Tensor>& seed_in, int64_t stream) {
   const Contract check("cast_nvfp4");
   check.cpu("x", x_in);
   check.rank("x", x_in, 2);
   check.dtype("x", x_in, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half});
   check.require(block_rows == 1 || block_rows == 16, "block_rows", "is ", block_rows, ", must be 1 or 16");
-  if (largest) {
-    check.cpu("largest", *largest);
-    check.tensor("largest", *largest, {ScalarType::Float}, {});
-  }
   const Seed seed = seed_of(check, seed_in, stream);
   const Tensor x = dense(x_in);
   const int64_t rows = x.size(0), cols = x.size(1), blocks = (cols + kNvBlock - 1) / kNvBlock;
@@ -191,8 +186,7 @@ std::tuple<Tensor, Tensor> cast_nvfp4(const Tensor& x_in, const std::optional<Te
   with_element(x.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
     const auto* in = data<const T>(x);
-    const float shared_amax =
-        largest ? *data<const float>(*largest) : (by_row ? 0.0f : amax_of(in, rows, cols));
+    const float shared_amax = by_row ? 0.0f : amax_of(in, rows, cols);
     if (!by_row) *data<float>(scale_inv) = inverse_of_amax(shared_amax);
     parallel_rows((rows + block_rows - 1) / block_rows, cols * block_rows, [&](int64_t group) {
       thread_local Scratch amaxes, floats, random;

@@ -101,9 +101,14 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Measure ops, the engine, a server, or a training step."
-)
+HELP = """Measure ops, the engine, a server, or a training step.
+
+\b
+Examples:
+  fp8serve bench ops
+  fp8serve bench serve ./llama-fp8 --max-concurrency 8
+"""
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
 
 @app.command("ops")

@@ -43,8 +43,7 @@ def command(
 
 def choose_demo(from_scratch: bool) -> tuple["type[Demo]", str]:
     """Returns the demonstration to run, and the reason for the choice."""
-    from fp8serve.demos.from_scratch import FromScratch
-    from fp8serve.demos.smollm2 import OnSmolLM2
+    from fp8serve.demos.runs import FromScratch, OnSmolLM2
 
     if from_scratch:
         return FromScratch, "--from-scratch was given"

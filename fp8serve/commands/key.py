@@ -1,10 +1,12 @@
-"""Create and list the API keys of a server's file of keys (`serve --api-keys`), which stores only their hashes.
+"""Create, list, revoke and limit the API keys of servers: in a file (`serve --api-keys`), or in the PostgreSQL database
+of several servers. Both store only hashes of the keys.
 
 \b
 Examples:
-  fp8serve key new --name ci --tenant research --scope generate
-  fp8serve key new --name ops --tenant ops --scope read --scope admin --file keys.toml
+  fp8serve key new --name ci --tenant research --scope generate --file keys.toml
   fp8serve key list keys.toml
+  fp8serve key new --name ci --tenant research --scope generate --database postgresql://db.internal/fp8serve
+  fp8serve key revoke ci --database postgresql://db.internal/fp8serve
 """
 
 import os
@@ -13,16 +15,26 @@ from typing import Annotated, Any
 
 import typer
 
+from fp8serve.commands.state import Url, opened
 from fp8serve.errors import MachineError, RequestError
-from fp8serve.server.access.keys import SCOPES, format_key_line, new_key, parse_keys, read_keys
+from fp8serve.server.access.keys import (
+    SCOPES,
+    Caller,
+    TenantLimits,
+    format_key_line,
+    new_key,
+    parse_keys,
+    read_keys,
+)
 from fp8serve.terminal import AsJson, print_json, print_table, remark
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
+RequiredUrl = Annotated[str, typer.Option("--database", metavar="URL", help="PostgreSQL database of servers.")]
 
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Option(help="Name of the key in the file of keys and in the server's log.")],
+    name: Annotated[str, typer.Option(help="Name of the key in lists and in the server's log.")],
     tenant: Annotated[str, typer.Option(help="Owner of the key; the keys of a tenant share its limits.")],
     scope: Annotated[
         list[str], typer.Option(metavar="|".join(SCOPES), help="Permission of the key; repeat for several.")
@@ -31,24 +43,33 @@ def new(
         Path | None,
         typer.Option(metavar="FILE", help="Key file to which the key is added; it is created if necessary."),
     ] = None,
+    database: Url = None,
     json: AsJson = False,
 ) -> None:
-    """Create a key. Only this command prints the key; the file of keys stores its hash.
+    """Create a key. Only this command prints the key; the file or database stores its hash.
 
     \b
     Examples:
       fp8serve key new --name ci --tenant research --scope generate
       KEY=$(fp8serve key new --name ci --tenant research --scope generate --file keys.toml)
+      fp8serve key new --name ci --tenant research --scope generate --database postgresql://db.internal/fp8serve
     """
+    if file is not None and database is not None:
+        raise RequestError("Give --file or --database, not both.")
     key = new_key()
     line = format_key_line(name, tenant, scope, key)
     if file is not None:
         _add(name, line, file)
+    if database is not None:
+        from fp8serve.server.finetuning.stored_keys import create_key
+
+        with opened(database) as db:
+            create_key(db, name, tenant, scope, key)
     if json:
         print_json({"key": key, "line": line})
         return
     print(key)
-    if file is None:
+    if file is None and database is None:
         print(line)
         remark(
             "The first line is the key, which is not printed again. Add the second line to the server's file of keys."
@@ -74,17 +95,22 @@ def _add(name: str, line: str, file: Path) -> None:
 
 @app.command("list")
 def list_keys(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The server's file of keys.")], json: AsJson = False
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="The server's file of keys.", show_default=False)
+    ] = None,
+    database: Url = None,
+    json: AsJson = False,
 ) -> None:
-    """List the keys of a file of keys with their scopes and limits.
+    """List the valid keys of a file or a database with their scopes and limits.
 
     \b
     Examples:
       fp8serve key list keys.toml
+      fp8serve key list --database postgresql://db.internal/fp8serve
     """
     rows: list[dict[str, Any]] = [
         {"name": caller.name, "tenant": caller.tenant, "scopes": list(caller.scopes), **vars(caller.limits)}
-        for caller in read_keys(file).digests.values()
+        for caller in _callers(file, database)
     ]
     if json:
         print_json(rows)
@@ -93,5 +119,56 @@ def list_keys(
         print_table(columns, [(*(_cell(value) for value in row.values()),) for row in rows])
 
 
+def _callers(file: Path | None, database: str | None) -> list[Caller]:
+    if file is not None and database is None:
+        return list(read_keys(file).digests.values())
+    if database is None or file is not None:
+        raise RequestError("Give FILE or --database, one of them.")
+    from fp8serve.server.finetuning.stored_keys import load_keys
+
+    with opened(database) as db:
+        keys = load_keys(db)
+    return [] if keys is None else list(keys.digests.values())
+
+
 def _cell(value: Any) -> str:
     return "-" if value is None else ", ".join(value) if isinstance(value, list) else str(value)
+
+
+@app.command()
+def revoke(name: Annotated[str, typer.Argument(help="Name of the key.")], database: RequiredUrl) -> None:
+    """Make a key of a database invalid. Servers refuse it within about a second. Remove a key of a file with its line.
+
+    \b
+    Examples:
+      fp8serve key revoke ci --database postgresql://db.internal/fp8serve
+    """
+    from fp8serve.server.finetuning.stored_keys import revoke_key
+
+    with opened(database) as db:
+        revoke_key(db, name)
+
+
+Limit = Annotated[int | None, typer.Option(help="Limit of all keys of the tenant together.", show_default="no limit")]
+
+
+@app.command()
+def limit(
+    tenant: Annotated[str, typer.Argument(help="Owner of keys.")],
+    database: RequiredUrl,
+    requests_per_minute: Limit = None,
+    tokens_per_minute: Limit = None,
+    concurrent_requests: Limit = None,
+) -> None:
+    """Replace the limits of a tenant whose keys are in a database. Each server applies them by itself.
+
+    \b
+    Examples:
+      fp8serve key limit research --requests-per-minute 60 --database postgresql://db.internal/fp8serve
+      fp8serve key limit research --database postgresql://db.internal/fp8serve   # no limits any more
+    """
+    limits = TenantLimits(requests_per_minute, tokens_per_minute, concurrent_requests)
+    from fp8serve.server.finetuning.stored_keys import set_limits
+
+    with opened(database) as db:
+        set_limits(db, tenant, limits)

@@ -47,12 +47,12 @@ def backup(file: File, data_dir: DataDir = None, database: Url = None) -> None:
     if isinstance(location, Path) and not location.exists():
         raise MachineError(f"{location.parent} has no job database; --data-dir is the data directory of a server.")
     from fp8serve.server.finetuning.backup import back_up
-    from fp8serve.server.finetuning.sqlite import is_older
+    from fp8serve.server.finetuning.connections import is_older
 
     with ExitStack() as stack:
         if isinstance(location, Path) and is_older(location):  # a server of an earlier version may use it
             stack.enter_context(_locked(location))
-        jobs = stack.enter_context(_opened(location))
+        jobs = stack.enter_context(opened(location))
         remark(f"{back_up(jobs, file)} jobs were written to {file}.")
 
 
@@ -68,22 +68,23 @@ def restore(file: File, data_dir: DataDir = None, database: Url = None) -> None:
     location = _location(data_dir, database)
     from fp8serve.server.finetuning import backup
 
-    with _locked(location), _opened(location) as opened:
-        remark(f"{backup.restore(opened, file)} jobs were restored from {file}.")
+    with _locked(location), opened(location) as empty:
+        remark(f"{backup.restore(empty, file)} jobs were restored from {file}.")
 
 
 def _location(data_dir: Path | None, url: str | None) -> Path | str:
     """Returns the path of an SQLite file or the URL of a PostgreSQL database."""
-    if url is not None and data_dir is None:
-        return check_database_url(url)
-    if data_dir is None or url is not None:
+    if (url is None) == (data_dir is None):
         raise RequestError("Give --data-dir or --database, one of them.")
-    return data_dir / JOB_DATABASE
+    return url or Path(data_dir or "") / JOB_DATABASE
 
 
 @contextmanager
-def _opened(location: Path | str) -> Iterator["Database"]:
-    """Opens a job database. Raises MachineError if it cannot be used, or no longer, within the block."""
+def opened(location: Path | str) -> Iterator["Database"]:
+    """Opens a job database. Raises RequestError for a URL of another kind, and MachineError if the database cannot be
+    used, or no longer, within the block."""
+    if isinstance(location, str):
+        check_database_url(location)
     from fp8serve.server.faults import Fault
     from fp8serve.server.finetuning.database import Database
 

@@ -1,9 +1,9 @@
 """`fp8serve demo`: calibration, serving, fine-tuning and activation with a small model.
 
-`smollm2` runs the demonstration on a chat model, `from_scratch` on a model that it first trains from random weights;
-`commands/demo.py` selects one of them. This module has what both share: timed stages, HTTP steps and the working
-directory. The directory is removed at the end, even after Ctrl-C, unless the user names one to keep. The demonstration
-works as a user would: it calibrates as the command line does, and starts a server in a child process.
+`OnSmolLM2` (runs.py) runs the demonstration on a chat model, `FromScratch` on a model that it first trains from random
+weights; `commands/demo.py` selects one of them. This module has what both share: timed stages, HTTP steps and the
+working directory. The directory is removed at the end, even after Ctrl-C, unless the user names one to keep. The
+demonstration works as a user would: it calibrates as the command line does, and starts a server in a child process.
 """
 
 import shutil

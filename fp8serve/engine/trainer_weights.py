@@ -23,6 +23,7 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import QuantizedWeight, cast_weight
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.ops.arithmetic import is_finite
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed, from_name
 from fp8serve.fp8.scaling import Entry, ScalingState, fp8_max
 from fp8serve.fp8.scaling import update as update_scales
@@ -107,7 +108,7 @@ def _high_precision_weight(update: Checkpoint, name: str, layer: FrozenLinear, m
     if key not in update:  # the head, which is tied to the embedding
         key = next(f"{owner}.weight" for owner, module in model.named_modules() if module is model.embedding)
     weight = update[key].to(layer.weight_q.device)
-    if not bool(weight.isfinite().all()):
+    if not is_finite(weight):
         raise ModelError(f"{key} holds NaN or an infinity; the training of these weights has diverged.")
     return weight if layer.pre_quant_scale is None else weight.float() / layer.pre_quant_scale
 

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from fp8serve.errors import IncompleteError, ModelError, ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.ops.arithmetic import is_finite
 from fp8serve.fp8.ops.four_bit import pack_4bit_into
 from fp8serve.fp8.ops.packing import GROUP, RUN
 from fp8serve.model.building import Model
 from fp8serve.model.storage.shards import type_name
 
 E4M3 = torch.float8_e4m3fn
-FP8_NAN = 0x7F  # the bits of NaN in E4M3, without the sign
 
 
 @torch.no_grad()
@@ -154,9 +154,9 @@ def _is_packed(layer: torch.nn.Module) -> bool:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    if tensor.dtype is E4M3:
-        return not bool(((tensor.view(torch.uint8) & FP8_NAN) == FP8_NAN).any())
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+    if tensor.dtype is E4M3 and tensor.numel():  # the largest codes, without and with a sign, are NaN
+        return all(int(tensor.view(code).amax()) != torch.iinfo(code).max for code in (torch.int8, torch.uint8))
+    return not tensor.is_floating_point() or is_finite(tensor)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -55,7 +55,7 @@ from typing import Any, get_args
 
 from fp8serve import logs
 from fp8serve.engine.defaults import worker_options
-from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine, EncodingCall
+from fp8serve.engine.embedding import ClassifyingEngine, EmbeddingEngine, EncoderEngine, EncodingCall
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.messages import encode_json, encode_tokens
 from fp8serve.engine.options import EngineOptions

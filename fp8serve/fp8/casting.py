@@ -172,7 +172,7 @@ def cast_nvfp4(x: Tensor, spec: QuantSpec, columnwise: bool = False, seed: Tenso
     if columnwise:
         x = _contiguous_transpose(_rotate(x) if spec.rotated else x)
     by_row = spec.row_scaled and not columnwise  # the columns of x have one scale, as in Transformer Engine
-    return Quantized(*_cast_nvfp4(x, None, by_row, spec.block[0], seed, int(columnwise)))
+    return Quantized(*_cast_nvfp4(x, by_row, spec.block[0], seed, int(columnwise)))
 
 
 def draw_seed() -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError
+from fp8serve.fp8.ops.arithmetic import is_finite
 from fp8serve.model.building import build_on_meta
 from fp8serve.model.config.model_config import ModelConfig, adaptable_linear_names
 from fp8serve.model.formats.peft import CONFIG, WEIGHTS, PeftConfig, make_config, parse_name, read_config, tensor_name
@@ -97,7 +98,7 @@ def _linear_adapter(
             raise ModelError(
                 f"{directory}: {part} of {linear} must be {expected_shape} in this model, found {actual_shape}."
             )
-        if not bool(tensor.isfinite().all()):
+        if not is_finite(tensor):
             raise ModelError(f"{directory}: {part} of {linear} holds NaN or an infinity.")
     magnitude = parts["lora_magnitude_vector"].float() if peft.dora else None
     a, b = (parts[part].to(torch.bfloat16) for part in ("lora_A", "lora_B"))

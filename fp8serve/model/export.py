@@ -24,6 +24,7 @@ from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, QuantizedWeight, cast_weight
 from fp8serve.fp8.layer_inputs import check_whole_blocks
+from fp8serve.fp8.ops.arithmetic import is_finite
 from fp8serve.fp8.ops.e2m1 import E2M1_MAX
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.building import build_any_on_meta, transposed_linears
@@ -322,7 +323,7 @@ def _checked_weight(weights: Mapping[str, Tensor], name: str, shape: tuple[int, 
         raise ModelError(
             f"The weight {name} has the shape {list(tensor.shape)}; the configuration requires {list(shape)}."
         )
-    if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # aminmax propagates NaN
+    if not is_finite(tensor):
         raise ModelError(f"The weight {name} holds NaN or an infinity; a model that diverged is not written.")
     return tensor
 

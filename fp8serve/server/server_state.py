@@ -20,7 +20,7 @@ import fp8serve
 from fp8serve.engine.request import Task
 from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.processes import phases_text, process_seconds
-from fp8serve.server.access.keys import KeyFile
+from fp8serve.server.access.keys import ServerKeys
 from fp8serve.server.access.limits import TenantLimiter
 from fp8serve.server.data_directory import JOB_DATABASE, DataDirectory
 from fp8serve.server.faults import Code, Fault
@@ -30,6 +30,7 @@ from fp8serve.server.finetuning.fronts import Fronts
 from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.finetuning.replication import Replication
+from fp8serve.server.finetuning.stored_keys import load_keys
 from fp8serve.server.finetuning.submission import Retention, Submissions
 from fp8serve.server.finetuning.weight_sources import WeightSources
 from fp8serve.server.metrics import Metrics
@@ -65,7 +66,7 @@ class ServerState:
         limits = settings.limits
         self._import_seconds = round(process_seconds(), 3)
         self.settings = settings
-        self.keys = KeyFile(settings.api_keys, settings.api_key)
+        self.keys = ServerKeys(settings.api_keys, settings.api_key, settings.requires_keys)
         self._data, self.data_dir = data, data.path
         self.metrics = Metrics()
         self.tracing = create_tracing(settings.otlp_endpoint)
@@ -86,6 +87,8 @@ class ServerState:
         self.scale_saver = ScaleSaver(self.data_dir)
         self.parser = RequestParser(limits, settings.log_format)
         self.jobs = JobStore(settings.database or self.data_dir / JOB_DATABASE)
+        if self.jobs.is_shared:
+            self.keys.set_database_keys(load_keys(self.jobs))
         bucket = None if settings.artifacts is None else Bucket(settings.artifacts)
         self.runner = JobRunner(self.jobs, self.data_dir, self._wait_before_training, worker, bucket)
         self.sources = WeightSources(self.jobs, self.runner, self.models)
@@ -111,7 +114,7 @@ class ServerState:
             self.draining,
             Fronts(self.jobs),
         )
-        self.replication = Replication(self.activator.fronts, self.activator)
+        self.replication = Replication(self.activator.fronts, self.activator, self.keys)
         self._drain_deadline = math.inf
         self.failed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -174,8 +177,10 @@ class ServerState:
         phases = {f"engine {name}": value for name, value in served.engine.info.get("start_seconds", {}).items()}
         total, text = process_seconds(), phases_text({"server imports": self._import_seconds} | phases)
         log.info("ready in %.1f s: %s", total, text)
-        if not self.settings.requires_keys and not is_loopback(self.settings.host):
+        if not self.keys.is_required and not is_loopback(self.settings.host):
             log.warning("no API key is set (--allow-unauthenticated): everyone who can reach this server may use it")
+        if self.keys.is_required and not self.keys.current_keys().digests:
+            log.warning("every request is refused until there is an API key: fp8serve key new --database URL")
         self.runner.start()
         await self._load_named_models()
         self.started = True
@@ -194,20 +199,24 @@ class ServerState:
         """Removes job directories and uploads that a crash has left behind and that are not in the database.
 
         In a directory that other servers may use, recent ones stay: they may be about to enter the database. In one
-        that was used with another database, all stay: that database may list them.
+        that was used with another database, all stay, and the log names one: that database may list them.
         """
-        if not self._data.has_one_database():
-            return
+        has_one_database = self._data.has_one_database()
         newest = time.time() - ORPHAN_SECONDS if self.jobs.is_shared else math.inf
         folders, files = list(self.runner.root.iterdir()), list(self.data_dir.glob("files/*"))
         jobs, uploads = self.jobs.ids("jobs"), self.jobs.ids("files")
+        orphans = [path for path in folders if path.name not in jobs]
+        orphans += [path for path in files if path.name.partition(".")[0] not in uploads]
+        if orphans and not has_one_database:
+            log.warning(
+                "%d files and directories of jobs and uploads, such as %s, are not in this database; they are kept, "
+                "because the data directory was used with another database, too", len(orphans), min(orphans),
+            )  # fmt: skip
+            return
         with contextlib.suppress(FileNotFoundError):  # another server removes them, too
-            for path in folders:
-                if path.name not in jobs and path.stat().st_mtime < newest:
-                    shutil.rmtree(path, ignore_errors=True)
-            for path in files:
-                if path.name.partition(".")[0] not in uploads and path.stat().st_mtime < newest:
-                    path.unlink()
+            for path in orphans:
+                if path.stat().st_mtime < newest:
+                    shutil.rmtree(path, ignore_errors=True) if path.parent == self.runner.root else path.unlink()
 
     def begin_drain(self) -> None:
         """Refuses new requests, and makes a running job stop at a checkpoint."""

@@ -157,7 +157,7 @@ class Settings(EngineOptions):
     database: Annotated[
         str | None,
         About(
-            "PostgreSQL database in which several servers share jobs and active weights.",
+            "PostgreSQL database in which several servers share jobs, active weights and API keys.",
             unset="an SQLite file in the data directory",
             metavar="URL",
             private=True,
@@ -258,8 +258,9 @@ class Settings(EngineOptions):
 
     @property
     def requires_keys(self) -> bool:
-        """Whether requests must have a key."""
-        return self.api_key is not None or self.api_keys is not None
+        """Whether requests must have a key, even if the database has none yet."""
+        is_open = self.database is None or self.allow_unauthenticated or is_loopback(self.host)
+        return self.api_key is not None or self.api_keys is not None or not is_open
 
     @property
     def engine(self) -> EngineOptions:

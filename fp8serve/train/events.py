@@ -38,6 +38,7 @@ module imports no torch.
 import csv
 import io
 import json
+import logging
 import os
 import time
 import uuid
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from fp8serve.train.config import TrainConfig
 
 
+log = logging.getLogger("fp8serve.train")
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
 EVENTS = "events.jsonl"
@@ -139,6 +141,37 @@ def _logged_events(path: Path) -> list[dict[str, Any]]:
     if len(complete) < len(content):
         os.truncate(path, len(complete))
     return [json.loads(line) for line in complete.splitlines()]
+
+
+def read_events(path: Path, offset: int) -> tuple[list[Event], int]:
+    """Returns the events in the complete lines from `offset` on, and the offset after these lines.
+
+    The file is flushed to the disk first, because the server's database must not refer to lines that a power failure
+    loses.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            added = file.read()
+            lines = added[: added.rfind(b"\n") + 1]
+            if lines:
+                os.fsync(file.fileno())
+    except FileNotFoundError:
+        return [], offset
+    events = [event for line in lines.splitlines() if (event := _parse_event(path, line)) is not None]
+    return events, offset + len(lines)
+
+
+def _parse_event(path: Path, line: bytes) -> Event | None:
+    """Returns the event of a line, or None if the line is damaged; the job continues without that event."""
+    try:
+        event = json.loads(line)
+        if isinstance(event, dict) and event.keys() >= EVENT_FIELDS:
+            return event
+    except (ValueError, RecursionError):
+        pass
+    log.warning("job %s wrote an event that cannot be read; the event is skipped", path.parent.name)
+    return None
 
 
 def series_of_run(directory: Path) -> list[Metrics]:

@@ -127,8 +127,8 @@ def _cancelling_case(dtype: torch.dtype) -> tuple[Any, ...]:
 def _uneven_nvfp4_case(m: int, n: int, k: int) -> tuple[Any, ...]:
     """Returns arguments of nvfp4_mm whose blocks differ by up to 2^16, so that FP32 rounds their sums."""
     sizes = torch.exp2(torch.arange(k) // 16 * 5 % 17 - 8.0)
-    a = torch.ops.fp8serve.cast_nvfp4(random_normal(m, k, torch.float32, 1) * sizes, None, True, 1, None, 0)
-    b = torch.ops.fp8serve.cast_nvfp4(random_normal(n, k, torch.float32, 2) * sizes, None, False, 1, None, 0)
+    a = torch.ops.fp8serve.cast_nvfp4(random_normal(m, k, torch.float32, 1) * sizes, True, 1, None, 0)
+    b = torch.ops.fp8serve.cast_nvfp4(random_normal(n, k, torch.float32, 2) * sizes, False, 1, None, 0)
     return a[0], b[0], a[1], b[1], None, torch.float32
 
 

@@ -16,7 +16,7 @@ import pytest
 from fp8serve.engine import client as client_module
 from fp8serve.engine import worker as worker_module
 from fp8serve.engine.client import EngineClient, Token
-from fp8serve.engine.embedding_engine import EncoderEngine
+from fp8serve.engine.embedding import EncoderEngine
 from fp8serve.engine.messages import MAX_MESSAGE_BYTES, MessageReader, encode_json
 from fp8serve.engine.output import RequestOutput, Timing, TokenLogprob
 from fp8serve.engine.request import Request

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fp8serve.engine.client import EngineClient
-from fp8serve.engine.embedding import Embedder
-from fp8serve.engine.embedding_engine import EmbeddingEngine, EncodingCall, EncodingQueue
+from fp8serve.engine.embedding import Embedder, EmbeddingEngine, EncodingCall, EncodingQueue
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
 from tests.model.encoders import BERT, ids_of, make, pooled

@@ -124,7 +124,7 @@ def test_the_cast_has_the_bits_of_the_model(by_row: bool, rows: int, seed: int |
     for shape, dtype in (((37, 80), torch.float32), ((18, 21), torch.bfloat16)):
         x = (noise(*shape) * size).to(dtype)
         x[3] = 0
-        values, scale_inv = OP.cast_nvfp4(x, None, by_row, rows, None if seed is None else torch.tensor(seed), 1)
+        values, scale_inv = OP.cast_nvfp4(x, by_row, rows, None if seed is None else torch.tensor(seed), 1)
         expected, decode = model(x.float().numpy(), by_row, rows, seed, 1)
         assert np.array_equal(values.float().numpy(), expected)
         assert np.array_equal(np.signbit(values.float().numpy()), np.signbit(expected))
@@ -145,7 +145,7 @@ def test_no_number_of_threads_changes_a_bit() -> None:
     results = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        results.append(OP.cast_nvfp4(x, None, False, 1, seed, 0)[0])
+        results.append(OP.cast_nvfp4(x, False, 1, seed, 0)[0])
     torch.set_num_threads(threads)
     assert all(torch.equal(results[0], other) for other in results)
 
@@ -164,7 +164,7 @@ def test_stochastic_rounding_has_the_mean_of_its_element(level: str) -> None:
     row = torch.cat([torch.tensor([6.0]), torch.linspace(-5.9, 5.9, 14), torch.tensor([0.0])])
     codes = torch.tensor([*GRID, *(-GRID)])
     x = torch.stack([row, codes])
-    casts = [OP.cast_nvfp4(x, torch.tensor(6.0), False, 1, torch.tensor(seed), 0) for seed in range(4000)]
+    casts = [OP.cast_nvfp4(x, False, 1, torch.tensor(seed), 0) for seed in range(4000)]
     values = torch.stack([q.double() * scale_inv.double() for q, scale_inv in casts])
     assert (values[:, 1] - codes).abs().max() < 1e-6  # 6 x 448 times the FP32 reciprocal of 448
     gap = torch.where(row.abs() < 2, 0.5, torch.where(row.abs() < 4, 1.0, 2.0))
@@ -179,7 +179,7 @@ def test_the_probability_is_the_distance_from_the_code_below(low: int, level: st
     for fraction in (0.0, 2.0**-20, 0.25, 0.5, 0.75, 1 - 2.0**-20):
         x = torch.full((512, 64), a + (b - a) * fraction)
         x[:, ::16] = 6.0
-        values = OP.cast_nvfp4(x, torch.tensor(6.0), False, 1, torch.tensor(3), 0)[0].float() / 448
+        values = OP.cast_nvfp4(x, False, 1, torch.tensor(3), 0)[0].float() / 448
         sample = values.view(512, 4, 16)[..., 1:]
         assert set(sample.unique().tolist()) <= {a, b}
         share = (sample == b).double().mean() if b > a else 0.0
@@ -191,10 +191,10 @@ def test_the_probability_is_the_distance_from_the_code_below(low: int, level: st
 def test_seeds_and_streams_give_other_numbers() -> None:
     x = noise(16, 64)
     first, *others = (
-        OP.cast_nvfp4(x, None, False, 1, torch.tensor(seed), stream)[0] for seed, stream in ((1, 0), (2, 0), (1, 1))
+        OP.cast_nvfp4(x, False, 1, torch.tensor(seed), stream)[0] for seed, stream in ((1, 0), (2, 0), (1, 1))
     )
     assert not any(torch.equal(first, other) for other in others)
-    assert torch.equal(first, OP.cast_nvfp4(x, None, False, 1, torch.tensor(1), 0)[0])
+    assert torch.equal(first, OP.cast_nvfp4(x, False, 1, torch.tensor(1), 0)[0])
 
 
 def test_rotation_is_the_signed_hadamard_transform(level: str) -> None:

@@ -226,7 +226,7 @@ OTHERS = {
     "doctor.py": "/proc",
     "running.py": "the log of a server that it started",
     "server/finetuning/backup.py": "the backup that a person named, and the file that it becomes",
-    "server/finetuning/sqlite.py": "the job table, which the server makes",
+    "server/finetuning/connections.py": "the job table, which the server makes",
     "server/finetuning/submission.py": "the rows of a request, and uploads, which the server wrote itself",
     "server/finetuning/job_runner.py": "what a job's process wrote",
     "model/export.py": "writes",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError
-from fp8serve.fp8.ops.arithmetic import E8M0, MX_BLOCK
+from fp8serve.fp8.ops.arithmetic import E8M0, MX_BLOCK, is_finite
 from fp8serve.fp8.ops.four_bit import code_values, unpack_codes
 from fp8serve.fp8.ops.microscaling import ONE, dequantize_to_bf16
 from fp8serve.model.storage.shards import ComputedShards, Shards, StoredTensor
@@ -146,7 +146,7 @@ def _scale_of(key: str, entries: Mapping[str, StoredTensor]) -> str | None:
 def _dequantize(shards: Shards, key: str, scale: str) -> Tensor:
     dequantize = mxfp4 if shards.entries[key].dtype is torch.uint8 else dequantize_to_bf16
     weight = dequantize(shards[key], shards[scale].view(E8M0))
-    if not bool(weight.isfinite().all()):
+    if not is_finite(weight):
         raise _not_finite_error(scale)
     return weight
 

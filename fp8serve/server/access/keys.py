@@ -1,4 +1,4 @@
-"""Reads API keys from a TOML file, which contains only their SHA-256:
+"""The API keys of a server, and the TOML file of keys, which contains only their SHA-256:
 
     tenants.research = { requests_per_minute = 60, tokens_per_minute = 20000, concurrent_requests = 8 }
     keys.ci = { tenant = "research", scopes = ["generate"], sha256 = "9f86d0..." }
@@ -6,6 +6,8 @@
 A key is a long random text (`new_key`), so one round of SHA-256 cannot be inverted by guessing. Keys of one tenant
 share its part of the engine, its cached prompts and its limits. A tenant without a line has no limits. Other users must
 not be able to access the file. Its group may read it, because Kubernetes mounts secrets in this way.
+
+Servers that share a database accept the keys in it, too (finetuning/stored_keys.py).
 """
 
 import hashlib
@@ -66,7 +68,7 @@ class Key:
 
     def __post_init__(self) -> None:
         check(self, RequestError)
-        _check_name("tenant", self.tenant)
+        check_name("tenant", self.tenant)
         if not self.scopes:
             raise RequestError("scopes is empty, so the key would open no route.")
         if not re.fullmatch("[0-9a-f]{64}", self.sha256):
@@ -98,11 +100,16 @@ def new_key() -> str:
     return f"fp8serve-{secrets.token_urlsafe(32)}"
 
 
+def create_entry(name: str, tenant: str, scopes: Sequence[str], key: str) -> Key:
+    """Returns the entry of a key, which has only its hash. Raises RequestError for invalid names or scopes."""
+    check_name("name", name)
+    unique_scopes = tuple(dict.fromkeys(scopes))
+    return Key(tenant, unique_scopes, hashlib.sha256(key.encode()).hexdigest())  # type: ignore[arg-type]  # Key checks the scopes
+
+
 def format_key_line(name: str, tenant: str, scopes: Sequence[str], key: str) -> str:
     """Returns the line of a key in the file. Raises RequestError for invalid names or scopes."""
-    _check_name("name", name)
-    unique_scopes = tuple(dict.fromkeys(scopes))
-    entry = Key(tenant, unique_scopes, hashlib.sha256(key.encode()).hexdigest())  # type: ignore[arg-type]  # Key checks the scopes
+    entry = create_entry(name, tenant, scopes, key)
     quoted = ", ".join(f'"{scope}"' for scope in entry.scopes)
     return f'keys.{name} = {{ tenant = "{tenant}", scopes = [{quoted}], sha256 = "{entry.sha256}" }}'
 
@@ -153,7 +160,7 @@ def _table(data: dict[str, Any], name: str) -> list[tuple[str, Any]]:
 
 
 def _create(kind: Any, table: str, name: str, value: Any) -> Any:
-    _check_name(table, name)
+    check_name(table, name)
     try:
         values = known_fields(kind, value)
         if missing := [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]:
@@ -163,7 +170,7 @@ def _create(kind: Any, table: str, name: str, value: Any) -> Any:
         raise RequestError(f"{table}.{name}: {error}") from None
 
 
-def _check_name(what: str, name: str) -> None:
+def check_name(what: str, name: str) -> None:
     if not NAME.fullmatch(name):
         raise RequestError(f"{what}: a name has 1 to 64 letters, digits, '-' and '_', unlike {name[:80]!r}.")
 
@@ -172,23 +179,22 @@ log = logging.getLogger("fp8serve.server")
 FileStatus = tuple[int, ...] | None
 
 
-class KeyFile:
-    """The keys of the file `path` and the key of `--api-key`. The file is read again when it changes.
+class ServerKeys:
+    """The keys that a server accepts: those of the file `path`, which is read again when it changes, the key of
+    `--api-key`, and those of the database.
 
     Raises MachineError if the file cannot be used at the start. Later errors are logged, and the previous keys stay
     valid.
     """
 
-    def __init__(self, path: Path | None, key: str | None) -> None:
+    def __init__(self, path: Path | None, key: str | None, is_required: bool) -> None:
         self.path = path
+        self.is_required = is_required  # whether a request must carry a key, as it must once the database had one
         self._admin_digests = admin_key(key).digests if key is not None else {}
         self._status = self._read_status()
-        self._keys = self._read()
-
-    @property
-    def is_required(self) -> bool:
-        """Whether a request must carry a key."""
-        return self.path is not None or bool(self._admin_digests)
+        self._of_file = Keys() if path is None else read_keys(path)
+        self._of_database = Keys()
+        self._join()
 
     def current_keys(self) -> Keys:
         """Returns the keys, after reading the file again if it has changed."""
@@ -197,19 +203,27 @@ class KeyFile:
             self.reload()
         return self._keys
 
+    def set_database_keys(self, keys: Keys | None) -> None:
+        """Replaces the keys of the database. `keys` is None if it never had one."""
+        if keys is not None:
+            self.is_required = True
+            self._of_database = keys
+            self._join()
+
     def reload(self) -> None:
         """Reads the file, whether it has changed or not. SIGHUP calls this."""
+        if self.path is None:
+            return
         try:
-            self._keys = self._read()
+            self._of_file = read_keys(self.path)
         except MachineError as error:
             log.error("%s The previous keys stay valid.", error)
         else:
-            log.info("read %d API keys from %s", len(self._keys.digests) - len(self._admin_digests), self.path)
+            self._join()
+            log.info("read %d API keys from %s", len(self._of_file.digests), self.path)
 
-    def _read(self) -> Keys:
-        if self.path is None:
-            return Keys(self._admin_digests)
-        return Keys({**read_keys(self.path).digests, **self._admin_digests})
+    def _join(self) -> None:
+        self._keys = Keys({**self._of_database.digests, **self._of_file.digests, **self._admin_digests})
 
     def _read_status(self) -> FileStatus:
         if self.path is None:

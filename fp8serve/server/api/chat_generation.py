@@ -46,7 +46,7 @@ async def generate_chat(
     """Starts the generation of a chat request. A request without a token limit may fill the context. A limit beyond
     the context is an error, or is lowered to the context if `clamp_max_tokens` is set.
     """
-    served = await resolve_model(body, state)
+    served = await resolve_model(body, request, state)
     with reserve(served, state, body.num_choices) as reservation:
         prompt = state.parser.encode_conversation(served, body.messages, template_variables(body), body.ending)
         ids, prompt_end = await until_disconnect(request, prompt)

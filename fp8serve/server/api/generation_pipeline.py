@@ -34,13 +34,15 @@ from fp8serve.server.serving.served_weights import ServedWeights
 # -- from a body to a generation ---------------------------------------------------------------------------------------
 
 
-async def resolve_model(body: SamplingBody | GenerateBody, state: ServerState) -> ServedWeights:
-    """Returns the model for a request. If its weights are being swapped, waits for the end of the swap first. The
-    caller must lease the model before its next `await`.
+async def resolve_model(body: SamplingBody | GenerateBody, request: Request, state: ServerState) -> ServedWeights:
+    """Returns the model for a request. If its weights are being swapped or generation is paused, waits for the end
+    first. The caller must lease the model before its next `await`.
 
-    Raises Fault if the model generates no text or the request exceeds a limit of this server.
+    Raises Fault if the model generates no text or the request exceeds a limit of this server, and ClientGoneError if
+    the client disconnects.
     """
-    await state.models.wait_for_swap(body.model, ("generate",))
+    while (model := state.models.suspended(body.model, ("generate",))) is not None:
+        await until_disconnect(request, model.released.wait())
     served = state.served(body.model, "generate")
     try:
         served.engine.limits.check_generates()

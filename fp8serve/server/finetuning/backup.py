@@ -16,7 +16,8 @@ from fp8serve.server.finetuning.database import Connection, Database
 from fp8serve.server.finetuning.schema import SCHEMA_VERSION
 
 VERSION = "fp8serve_job_database"
-TABLES = ("jobs", "events", "files", "idempotency", "activated", "activated_adapters")
+KEY_TABLES = ("api_keys", "tenants")
+TABLES = ("jobs", "events", "files", "idempotency", "activated", "activated_adapters", *KEY_TABLES)
 """The tables of a backup. The others describe servers that run."""
 MODEL_COLUMNS = {"activated": "base", "activated_adapters": "model"}
 """The column of each activation's model: NAME in PostgreSQL; in SQLite, NAME=DIRECTORY, or DIRECTORY for the default
@@ -44,7 +45,7 @@ def restore(database: Database, path: Path) -> int:
 
     No server owns the jobs afterwards. SQLite stores activations by the directory of the model's base weights, and
     PostgreSQL by the model's name, for which the directory's name is taken. The other way, activations are left out,
-    because a name has no directory.
+    because a name has no directory, and keys, because a server with an SQLite file reads them from `--api-keys`.
     """
     with database.write() as db:
         for table in TABLES:
@@ -58,6 +59,8 @@ def restore(database: Database, path: Path) -> int:
                 number += 1
             if row.keys() != columns[table]:
                 raise RequestError(f"{path} has other columns of {table} than the database; it is damaged.")
+            if table in KEY_TABLES and not database.is_shared:
+                continue
             if column := MODEL_COLUMNS.get(table):
                 name = _model_name(str(row[column]))
                 if database.is_shared:

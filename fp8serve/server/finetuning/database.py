@@ -1,6 +1,6 @@
 """The database of jobs, events and files: its transactions, and a frozen record for each row.
 
-SQLite (sqlite.py) and PostgreSQL (postgres.py) run the same SQL on the same tables (schema.py).
+SQLite and PostgreSQL (connections.py) run the same SQL on the same tables (schema.py).
 """
 
 import contextlib
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8serve.server.finetuning.postgres import PostgresConnection
-from fp8serve.server.finetuning.sqlite import SqliteConnection, open_sqlite
+from fp8serve.server.finetuning.connections import PostgresConnection, SqliteConnection, open_sqlite
 
 Connection = SqliteConnection | PostgresConnection
 

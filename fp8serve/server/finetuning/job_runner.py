@@ -25,7 +25,6 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from fp8serve.model.storage.files import atomic_file
 from fp8serve.processes import describe_exit, environment_without_group, module_command, pid_namespace
@@ -33,7 +32,7 @@ from fp8serve.server.faults import safe_text
 from fp8serve.server.finetuning.artifacts import Artifacts, Bucket
 from fp8serve.server.finetuning.database import Job
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.train.events import EVENT_FIELDS, EVENTS
+from fp8serve.train.events import EVENTS, read_events
 from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE, STOP
 
 log = logging.getLogger("fp8serve.server")
@@ -99,36 +98,6 @@ class TrainingProcess:
                 if self.has_ended():
                     return
                 await asyncio.sleep(POLL_SECONDS)
-
-
-def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Returns the events in the complete lines from `offset` on, and the offset after these lines.
-
-    The file is flushed to the disk first, because the database must not refer to lines that a power failure loses.
-    """
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            added = file.read()
-            lines = added[: added.rfind(b"\n") + 1]
-            if lines:
-                os.fsync(file.fileno())
-    except FileNotFoundError:
-        return [], offset
-    events = [event for line in lines.splitlines() if (event := _parse_event(path, line)) is not None]
-    return events, offset + len(lines)
-
-
-def _parse_event(path: Path, line: bytes) -> dict[str, Any] | None:
-    """Returns the event of a line, or None if the line is damaged; the job continues without that event."""
-    try:
-        event = json.loads(line)
-        if isinstance(event, dict) and event.keys() >= EVENT_FIELDS:
-            return event
-    except (ValueError, RecursionError):
-        pass
-    log.warning("job %s wrote an event that cannot be read; the event is skipped", path.parent.name)
-    return None
 
 
 def is_lock_held(path: Path) -> bool:

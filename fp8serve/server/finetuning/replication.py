@@ -1,10 +1,11 @@
 """Keeps this server's lease, and makes it serve what all servers that share a database serve.
 
-Every POLL_SECONDS the server renews its lease, joins the swaps that another server has begun (fronts.py), and compares
-what it serves with the active weights and adapters of the database. The weights differ if the server was starting, or
-its lease had ended, while the others swapped. It then loads the active weights, and is not ready until it serves them.
-They also differ if the engine of another server died several times with the new weights, which rolls them back. All
-servers then load the previous weights at the same time, and serve the new ones until the first attempt has ended.
+Every POLL_SECONDS the server renews its lease, joins the swaps that another server has begun (fronts.py), reads the API
+keys, and compares what it serves with the active weights and adapters of the database. The weights differ if the server
+was starting, or its lease had ended, while the others swapped. It then loads the active weights, and is not ready until
+it serves them. They also differ if the engine of another server died several times with the new weights, which rolls
+them back. All servers then load the previous weights at the same time, and serve the new ones until the first attempt
+has ended.
 """
 
 import asyncio
@@ -14,9 +15,11 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+from fp8serve.server.access.keys import ServerKeys
 from fp8serve.server.faults import Fault
 from fp8serve.server.finetuning.activation import Activator
 from fp8serve.server.finetuning.fronts import POLL_SECONDS, Fronts
+from fp8serve.server.finetuning.stored_keys import load_keys
 from fp8serve.server.serving.served_model import ServedModel
 
 log = logging.getLogger("fp8serve.server")
@@ -27,11 +30,11 @@ class Replication:
     """The background tasks of a server that shares its database. `is_behind` says whether the server may serve other
     weights than the active ones; `job_counts` are those of the last poll."""
 
-    def __init__(self, fronts: Fronts, activator: Activator) -> None:
+    def __init__(self, fronts: Fronts, activator: Activator, keys: ServerKeys) -> None:
         self.is_behind = True
         self._was_level = False  # since the lease began, the server has served the active weights
         self.job_counts: dict[str, int] = {}
-        self._fronts, self._activator = fronts, activator
+        self._fronts, self._activator, self._keys = fronts, activator, keys
         self._adapters: dict[str, set[str]] = {}
         self._retry_at = 0.0
         self._catch_up: asyncio.Task[None] | None = None
@@ -59,6 +62,7 @@ class Replication:
                 self._start(self._activator.accept(swap))
             if (self._catch_up is None or self._catch_up.done()) and time.monotonic() >= self._retry_at:
                 self._catch_up = self._start(self._serve_active_weights(serving))
+        self._keys.set_database_keys(await asyncio.to_thread(load_keys, self._activator.jobs))
 
     def _start(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(change)

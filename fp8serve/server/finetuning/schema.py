@@ -4,6 +4,7 @@
     activated, activated_adapters       the weights and adapters that each model serves after a start
     fronts                              the servers that use the database, and when the lease of each ends
     swaps, votes                        activations that all servers make together (fronts.py)
+    api_keys, tenants                   API keys that servers of a PostgreSQL database accept, limits (stored_keys.py)
 
 `jobs.owner` is the server that runs the job or is about to.
 """
@@ -18,7 +19,14 @@ CREATE TABLE swaps (
 CREATE TABLE votes (
     swap TEXT NOT NULL REFERENCES swaps(id), front TEXT NOT NULL, state TEXT NOT NULL, PRIMARY KEY (swap, front));
 """
-SCHEMA_VERSION = 5
+KEYS = """
+CREATE TABLE api_keys (
+    name TEXT PRIMARY KEY, tenant TEXT NOT NULL, scopes TEXT NOT NULL, sha256 TEXT NOT NULL UNIQUE,
+    created_at INTEGER NOT NULL, revoked_at INTEGER);
+CREATE TABLE tenants (
+    name TEXT PRIMARY KEY, requests_per_minute INTEGER, tokens_per_minute INTEGER, concurrent_requests INTEGER);
+"""
+SCHEMA_VERSION = 6
 SCHEMA = f"""
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY, number INTEGER UNIQUE, created_at INTEGER NOT NULL, started_at INTEGER, finished_at INTEGER,
@@ -36,7 +44,7 @@ CREATE TABLE files (
 CREATE TABLE idempotency (key TEXT PRIMARY KEY, created_at INTEGER NOT NULL, request TEXT NOT NULL, job TEXT NOT NULL);
 CREATE TABLE activated (base TEXT PRIMARY KEY, source TEXT NOT NULL, at INTEGER NOT NULL);
 CREATE TABLE activated_adapters (model TEXT NOT NULL, job TEXT NOT NULL, PRIMARY KEY (model, job));
-{FRONTS}"""
+{FRONTS}{KEYS}"""
 MIGRATIONS = {
     1: "ALTER TABLE jobs ADD COLUMN pause_requested INTEGER NOT NULL DEFAULT 0;",
     2: """
@@ -65,6 +73,7 @@ ALTER TABLE events_4 RENAME TO events;
 CREATE INDEX events_of_job ON events (job, seq);
 """,
     4: f"ALTER TABLE jobs ADD COLUMN owner TEXT; {FRONTS}",
+    5: KEYS,
 }
 """Statements that migrate each earlier schema version to the next one. Version 2 stored adapters as a list in one
 column of `activated`. Version 3 stored the number that the training process gave to each event, `origin`, instead of

@@ -34,7 +34,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fp8serve import logs
-from fp8serve.server.access.keys import ANONYMOUS, SCOPES, Caller, KeyFile
+from fp8serve.server.access.keys import ANONYMOUS, SCOPES, Caller, ServerKeys
 from fp8serve.server.access.limits import TenantLimiter, TenantRequest
 from fp8serve.server.access.scopes import has_tenant_limits, opens
 from fp8serve.server.faults import Code, Fault
@@ -49,14 +49,15 @@ _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{0,5}))?
 class HostCheck:
     """Checks the headers `Host`, `Origin` and `Sec-Fetch-Site` of requests."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, keys: ServerKeys) -> None:
         self._allowed_hosts = frozenset(map(_normalize, settings.allowed_hosts))
-        is_checked = bool(self._allowed_hosts) or (not settings.requires_keys and is_loopback(settings.host))
-        self._known = LOCAL_NAMES | {_normalize(settings.host)} | self._allowed_hosts if is_checked else None
+        self._known = LOCAL_NAMES | {_normalize(settings.host)} | self._allowed_hosts
+        self._is_local, self._keys = is_loopback(settings.host), keys
 
     def is_known_host(self, scope: Scope) -> bool:
         """Whether `Host` is a name of this server, or is not checked."""
-        return self._known is None or _host_name(_header(scope, b"host")) in self._known
+        is_checked = bool(self._allowed_hosts) or (self._is_local and not self._keys.is_required)
+        return not is_checked or _host_name(_header(scope, b"host")) in self._known
 
     def is_own_page(self, scope: Scope) -> bool:
         """Whether the request comes from a page of this server, or not from a page at all."""
@@ -172,10 +173,10 @@ class AccessControl:
     It stores the caller in `scope["caller"]` and the tenant's name for the engine in `scope["tenant"]`.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, keys: KeyFile) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, keys: ServerKeys) -> None:
         self.app = app
         self._keys = keys
-        self._hosts = HostCheck(settings)
+        self._hosts = HostCheck(settings, keys)
         self._tenants = TenantNames(settings)
         self._open_paths = OPEN_PATHS | ({METRICS_PATH} if settings.metrics_without_key else frozenset())
 

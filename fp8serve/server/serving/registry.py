@@ -87,11 +87,11 @@ class Registry:
             return adapter.served_with(base.resolve())
         return (self._choose(model, tasks) or self.require(str(model), "model")).resolve()
 
-    async def wait_for_swap(self, model: str | None, tasks: Sequence[Task] = ()) -> None:
-        """Waits while the model that `resolve` would choose exchanges its weights. Afterwards, `resolve` may choose
-        another model."""
-        while (chosen := self._choose(model, tasks)) is not None and not chosen.released.is_set():
-            await chosen.released.wait()
+    def suspended(self, model: str | None, tasks: Sequence[Task] = ()) -> ServedModel | None:
+        """Returns the model that `resolve` would choose if its new requests wait for an exchange of weights or the end
+        of a pause. Afterwards, `resolve` may choose another model."""
+        chosen = self._choose(model, tasks)
+        return None if chosen is None or chosen.released.is_set() else chosen
 
     def _choose(self, model: str | None, tasks: Sequence[Task]) -> ServedModel | None:
         chosen = self._first_with_task(tasks) if model is None else self.get(model)

@@ -40,7 +40,7 @@ SaveActivation = Callable[[str], Awaitable[None]]
 @dataclass
 class Probation:
     """The trial period of newly activated weights. If their engine process dies too often within it, `previous` is
-    loaded again (weight_replacement.py)."""
+    loaded again (supervisor.py)."""
 
     previous: WeightSource
     save_activation: SaveActivation

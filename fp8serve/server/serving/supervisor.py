@@ -13,8 +13,7 @@ import time
 
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.serving.served_model import ServedModel
-from fp8serve.server.serving.served_weights import ServedWeights
-from fp8serve.server.serving.weight_replacement import record_rollback, restart_source
+from fp8serve.server.serving.served_weights import ServedWeights, WeightSource
 
 log = logging.getLogger("fp8serve.server")
 
@@ -23,6 +22,8 @@ LAYER_STATS_SECONDS = 2.0
 HISTORY_SECONDS = 5.0
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STATS_TIMEOUT_SECONDS = 5.0
+MAX_DEATHS = 3
+"""Deaths of an engine process within its probation after which the previous weights are loaded again."""
 
 
 class EngineSupervisor:
@@ -108,7 +109,7 @@ class EngineSupervisor:
         self.model.admission.metrics.restarts.inc()
         try:
             await dead.engine.close()
-            new = await self.model.load_engine(restart_source(self.model, dead))
+            new = await self.model.load_engine(_restart_source(self.model, dead))
         except Fp8ServeError as error:
             log.error("the engine process could not be started again: %s", error)
             return
@@ -118,4 +119,32 @@ class EngineSupervisor:
         if not self.model.replace_dead_engine(dead, new):
             await new.engine.close()
             return
-        await record_rollback(self.model, dead, new)
+        await _record_rollback(self.model, dead, new)
+
+
+def _restart_source(model: ServedModel, dead: ServedWeights) -> WeightSource:
+    """Returns what to load after the engine of `dead` died: the same source, or the previous one after MAX_DEATHS
+    deaths within the probation."""
+    probation = model.probation
+    if probation is None or model.adapters or time.monotonic() > probation.ends_at:
+        return dead.source
+    probation.deaths += 1
+    if probation.deaths < MAX_DEATHS:
+        return dead.source
+    names = dead.source.model_id, probation.deaths, probation.previous.model_id
+    log.error("the engine process of %s died %d times since its activation; loading %s again", *names)
+    return probation.previous
+
+
+async def _record_rollback(model: ServedModel, dead: ServedWeights, new: ServedWeights) -> None:
+    """Saves that `new` is served again, if `_restart_source` chose other weights than those of `dead`."""
+    probation = model.probation
+    if probation is None or new.source == dead.source:
+        return
+    model.probation = None
+    model.admission.metrics.swaps("rolled_back").inc()
+    log.info("now serving %s (%s) again", new.source.model_id, new.weight_version)
+    try:
+        await probation.save_activation(new.source.key)
+    except Exception:
+        log.exception("the rollback could not be saved: at its next start the server loads the failed weights")

@@ -10,7 +10,7 @@ engine is closed when its last lease ends.
 
 Either way new weights must generate a token and pass their verification (`verification.py`) before a deadline;
 otherwise the previous weights stay in use. If the engine process of new weights dies several times within their
-probation, the previous weights are loaded again.
+probation, the previous weights are loaded again (supervisor.py).
 """
 
 import asyncio
@@ -37,8 +37,6 @@ MAX_DRAIN_SECONDS = 2.0
 MAX_VERIFICATION_SECONDS = 5.0
 """The longest time for measuring the previous weights. If it takes longer, requests would wait too long while the new
 weights are measured in the same engine, so the new weights get a new engine process."""
-MAX_DEATHS = 3
-"""Deaths of an engine process within its probation after which the previous weights are loaded again."""
 
 
 class _NotInPlaceError(Exception):
@@ -382,34 +380,6 @@ def _refuse_if_swapping(model: ServedModel) -> None:
     if model.is_swapping():
         hint = "Try again when that activation has finished."
         raise Fault(Code.ALIAS_BUSY, "Other weights are already being activated for this model.", hint=hint)
-
-
-def restart_source(model: ServedModel, dead: ServedWeights) -> WeightSource:
-    """Returns what to load after the engine of `dead` died: the same source, or the previous one after MAX_DEATHS
-    deaths within the probation."""
-    probation = model.probation
-    if probation is None or model.adapters or time.monotonic() > probation.ends_at:
-        return dead.source
-    probation.deaths += 1
-    if probation.deaths < MAX_DEATHS:
-        return dead.source
-    names = dead.source.model_id, probation.deaths, probation.previous.model_id
-    log.error("the engine process of %s died %d times since its activation; loading %s again", *names)
-    return probation.previous
-
-
-async def record_rollback(model: ServedModel, dead: ServedWeights, new: ServedWeights) -> None:
-    """Saves that `new` is served again, if `restart_source` chose other weights than those of `dead`."""
-    probation = model.probation
-    if probation is None or new.source == dead.source:
-        return
-    model.probation = None
-    model.admission.metrics.swaps("rolled_back").inc()
-    log.info("now serving %s (%s) again", new.source.model_id, new.weight_version)
-    try:
-        await probation.save_activation(new.source.key)
-    except Exception:
-        log.exception("the rollback could not be saved: at its next start the server loads the failed weights")
 
 
 @contextlib.asynccontextmanager

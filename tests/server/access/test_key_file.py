@@ -11,7 +11,7 @@ import pytest
 
 from fp8serve.cli import main
 from fp8serve.errors import MachineError
-from fp8serve.server.access.keys import KeyFile, format_key_line, read_keys
+from fp8serve.server.access.keys import ServerKeys, format_key_line, read_keys
 from fp8serve.server.settings import Settings
 from tests.patience import until
 from tests.server.access.files import bearer, key_of, one_for_each_scope, write
@@ -29,8 +29,7 @@ def set_later_mtime(path: Path) -> None:
 def test_a_changed_key_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     path = write(tmp_path / "keys.toml", format_key_line("a", "lab", ["read"], "one"))
-    keys = KeyFile(path, "single")
-    assert keys.is_required
+    keys = ServerKeys(path, "single", is_required=True)
     assert [bool(keys.current_keys().caller(key)) for key in (b"one", b"two", b"single")] == [True, False, True]
     set_later_mtime(write(path, format_key_line("b", "lab", ["read"], "two")))
     assert [bool(keys.current_keys().caller(key)) for key in (b"one", b"two", b"single")] == [False, True, True]
@@ -46,8 +45,7 @@ def test_a_changed_key_file_is_read_again(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_server_does_not_start_with_an_invalid_key_file(settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="is invalid"):
-        KeyFile(write(tmp_path / "keys.toml", "nonsense"), None)
-    assert not KeyFile(None, None).is_required
+        ServerKeys(write(tmp_path / "keys.toml", "nonsense"), None, is_required=True)
     values: dict[str, Any] = {"model": settings.model, "host": "0.0.0.0", "data_dir": settings.data_dir}
     assert Settings(**values, api_keys=tmp_path / "keys.toml").requires_keys
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from fp8serve.server.finetuning import activation, job_runner, replication
+
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Any]:
@@ -15,7 +17,10 @@ def postgres() -> Iterator[Any]:
 
 
 @pytest.fixture
-def database(postgres: Any) -> str:
-    """The URL of an empty database."""
+def database(postgres: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty database, which the servers of this process look at ten times as often as others do."""
+    for module in (activation, replication):
+        monkeypatch.setattr(module, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(job_runner, "SHARED_POLL_SECONDS", 0.1)
     url: str = postgres.url()
     return url

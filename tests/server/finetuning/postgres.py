@@ -1,4 +1,8 @@
-"""A PostgreSQL server for tests, which listens on a socket of its own directory."""
+"""A PostgreSQL server for tests, which listens on a socket of its own directory.
+
+A shell (`GUARD`) waits for the end of the process that uses the server, then stops the server and removes its
+directory. The process may be killed: the shell waits for the end of a pipe, which the kernel closes.
+"""
 
 import contextlib
 import itertools
@@ -14,6 +18,9 @@ import pytest
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed (pip install 'fp8serve[postgres]')")
 PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 USER = "fp8serve"
+GUARD = 'read -r _; "$1/pg_ctl" stop --pgdata="$2/data" --mode=immediate; until rm -rf "$2"; do sleep 1; done'
+"""Its arguments are the directory of PostgreSQL's programs and that of the server. `rm` fails while a program that was
+started just before the end still writes files."""
 
 
 class Postgres:
@@ -22,14 +29,11 @@ class Postgres:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._numbers = itertools.count()
-        self._user = "postgres" if os.geteuid() == 0 else None  # PostgreSQL refuses to run as root
         self._run("initdb", "--auth=trust", f"--username={USER}", "--no-sync", "--encoding=UTF8", "--locale=C")
 
     def _run(self, program: str, *arguments: str) -> None:
         command = [str(PROGRAMS[-1] / program), f"--pgdata={self.directory / 'data'}", *arguments]
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=self.directory, user=self._user
-        )
+        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=self.directory, user=owner())
         assert result.returncode == 0, result.stdout + result.stderr
 
     def start(self) -> None:
@@ -49,21 +53,25 @@ class Postgres:
         return f"postgresql://{USER}@/{database}?host={self.directory}"
 
 
+def owner() -> str | None:
+    """Returns the user who runs the programs if it is not this one: PostgreSQL refuses to run as root."""
+    return "postgres" if os.geteuid() == 0 else None
+
+
 @contextlib.contextmanager
 def running_postgres() -> Iterator[Postgres]:
-    """A server until the end of the block; skips the test where PostgreSQL is missing."""
+    """A server until the end of the block, or of this process; skips the test where PostgreSQL is missing."""
     if not PROGRAMS:
         pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
     directory = Path(tempfile.mkdtemp(prefix="pg-"))  # a short path, which a socket needs
-    try:
-        if os.geteuid() == 0:
-            shutil.chown(directory, "postgres")
+    if (user := owner()) is not None:
+        shutil.chown(directory, user)
+    command = ["sh", "-c", GUARD, "sh", str(PROGRAMS[-1]), str(directory)]
+    guard = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", user=user,
+        start_new_session=True,  # so that a signal to the process group does not reach it
+    )  # fmt: skip
+    with guard:  # which closes the pipe at its end, and waits
         server = Postgres(directory)
         server.start()
-        try:
-            yield server
-        finally:
-            with contextlib.suppress(AssertionError):  # a test may have stopped it
-                server.stop()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        yield server

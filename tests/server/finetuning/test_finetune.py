@@ -29,12 +29,11 @@ from fp8serve.server.finetuning.job_runner import (
     TrainingProcess,
     is_lock_held,
     lock_holder,
-    read_events,
 )
 from fp8serve.server.http.uploads import RowBounds
 from fp8serve.server.schemas.finetune_bodies import JobBody
 from fp8serve.server.settings import ServerLimits
-from fp8serve.train.events import EventLog, message
+from fp8serve.train.events import EventLog, message, read_events
 from fp8serve.train.scratch import write_random_model
 from tests.patience import PATIENCE, eventually
 from tests.server.conftest import STUB, Server, Start

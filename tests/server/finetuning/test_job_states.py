@@ -26,9 +26,9 @@ from fp8serve.server.faults import Fault
 from fp8serve.server.finetuning import fronts
 from fp8serve.server.finetuning.database import NewJob, new_job_id
 from fp8serve.server.finetuning.fronts import Fronts
-from fp8serve.server.finetuning.job_runner import read_events
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.settings import Settings
+from fp8serve.train.events import read_events
 from tests.server.conftest import Start
 
 LEADS_TO = {
@@ -132,6 +132,8 @@ class JobTable(RuleBasedStateMachine):
     def restart(self) -> None:
         self.store.close()
         self.store = self.connect()
+        for job in self.store.unfinished_jobs():  # as a server does before it follows a training process
+            assert job.status != "running" or self.store.claim(job.id)
 
     @invariant()
     def the_table_is_as_expected(self) -> None:
@@ -311,8 +313,6 @@ def test_the_job_table_in_postgresql(postgres: Any, monkeypatch: pytest.MonkeyPa
         def restart(self) -> None:
             Fronts(self.store).leave()
             super().restart()
-            for job in self.store.unfinished_jobs():
-                assert job.status != "running" or self.store.claim(job.id)
 
     few = settings(max_examples=8, stateful_step_count=30, suppress_health_check=list(HealthCheck), deadline=None)
     run_state_machine_as_test(PostgresJobTable, settings=few)
@@ -324,7 +324,7 @@ def test_a_table_of_another_layout_is_refused_and_not_changed(tmp_path: Path) ->
         newer.execute("PRAGMA user_version=9")
     with pytest.raises(
         MachineError,
-        match="has schema version 9, but this fp8serve reads version 5; start the fp8serve version that wrote it",
+        match="has schema version 9, but this fp8serve reads version 6; start the fp8serve version that wrote it",
     ):
         JobStore(table)
     with closing(sqlite3.connect(table)) as db:

@@ -249,7 +249,7 @@ async def test_exchanged_weights_that_die_again_and_again_give_way(
         job = await fine_tuned(server)
         assert (await activate(server, job)).status_code == 200
         assert len(server.launcher.engines) == 1
-        for death in range(weight_replacement.MAX_DEATHS):
+        for death in range(supervisor.MAX_DEATHS):
             assert (await server.client.get("/models")).json()["served"]["source"] == job, death
             count = len(server.launcher.engines)
             server.launcher.engine.alive = False

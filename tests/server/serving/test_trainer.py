@@ -1,6 +1,7 @@
 """Weights from a trainer and pauses of generation, by the routes of vLLM and of SGLang, on fake engines."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -269,6 +270,42 @@ async def test_a_pause_may_wait_for_requests_under_way(start: Start) -> None:
         await post(server, "/resume")
         assert (await late).status_code == 200
         await post(server, "/resume")  # changes nothing
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", {"prompt": "abc"}), ("/generate", {"inputs": "abc", "stream": True}),
+     ("/v1/messages", {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3})],
+)  # fmt: skip
+async def test_a_request_whose_client_leaves_during_a_pause_ends(start: Start, path: str, body: Any) -> None:
+    async with start(Launcher(Engine)) as server:
+        await post(server, "/pause")
+        has_left, messages = asyncio.Event(), [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        statuses: list[int] = []
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
+                 "root_path": "", "scheme": "http", "query_string": b"", "headers": headers,
+                 "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}  # fmt: skip
+        waiting = asyncio.create_task(server.app(scope, receive, send))
+        counters = server.state.tenants.counters
+        await eventually(lambda: any(tenant.running for tenant in counters.values()), "the request")
+        has_left.set()
+        await waiting
+        assert statuses == [499]
+        assert not any(tenant.running for tenant in counters.values())
+        await post(server, "/resume")
+        assert (await complete(server)).status_code == 200
 
 
 async def test_a_pause_that_waits_is_ended_by_resume(start: Start) -> None:

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from fp8serve.server.finetuning import weight_sources
 from fp8serve.server.serving import supervisor
-from fp8serve.server.serving.weight_replacement import MAX_DEATHS
+from fp8serve.server.serving.supervisor import MAX_DEATHS
 from fp8serve.server.settings import Settings
 from tests.patience import eventually
 from tests.server.conftest import Server, Start

@@ -214,7 +214,7 @@ def to_sampling_params(p: bodies.GenerateParameters) -> SamplingParams:
 @router.post("/generate", summary="Generate text", response_model=GenerateResponse, responses=STREAM)
 async def generate(body: bodies.GenerateBody, request: Request, state: StateDep) -> Response | GenerateResponse:
     """Returns one object, or server-sent events with `stream: true`."""
-    served = await resolve_model(body, state)
+    served = await resolve_model(body, request, state)
     params = to_sampling_params(body.parameters)
     field, prompt = ("inputs", body.inputs or "") if body.input_ids is None else ("input_ids", body.input_ids)
     truncate = body.parameters.truncate

@@ -286,7 +286,7 @@ class TextRenderer(CompletionRenderer[Completion]):
 @router.post("/completions", summary="Continue a text", response_model=Completion, responses=STREAM)
 async def completions(body: CompletionBody, request: Request, state: StateDep) -> Response | Completion:
     """Generates `n` completions of each prompt."""
-    served = await resolve_model(body, state)
+    served = await resolve_model(body, request, state)
     params = body.params(SamplingParams().max_new_tokens if body.max_tokens is None else body.max_tokens)
     generation = await generate_texts(
         served,
