@@ -19,7 +19,15 @@ ALLOWED = {
     "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
     "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "processes", "logs"},
     "integrations": {
-        "integrations", "commands", "server", "engine", "model", "errors", "options", "hub", "cli",
+        "integrations",
+        "commands",
+        "server",
+        "engine",
+        "model",
+        "errors",
+        "options",
+        "hub",
+        "cli",
     },
 }
 MORE = {"fp8serve.train.methods.grpo.rollouts": {"engine"}}
