@@ -30,8 +30,8 @@ from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.network.decoder import make_attend
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.rotary import Attend
+from fp8serve.model.storage.mapping import release_pages
 from fp8serve.model.storage.memory import trim
-from fp8serve.model.storage.shards import release_pages
 
 Linears = Mapping[str, Linear]
 KVHook = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> the k and v to use

@@ -16,6 +16,7 @@ from typing import Any
 
 from fp8serve import __version__
 from fp8serve.errors import ModelError
+from fp8serve.model.storage.memory import free_memory
 
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512vbmi", "amx_bf16", "asimd", "bf16")
 _MIN_FREE_DISK_BYTES = 1 << 30  # for checkpoints
@@ -281,15 +282,11 @@ def _compiler() -> str | None:
     return next((line for name in names if shutil.which(name) and (line := _first_line(name, "--version"))), None)
 
 
-def _memory() -> dict[str, int | None]:
+def _memory() -> dict[str, int]:
     """Returns the total and the available memory in bytes, within the limit of a container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    kilobytes = _proc_value("meminfo", "MemAvailable").removesuffix(" kB")
-    available = int(kilobytes) * 1024 if kilobytes else None
-    limit, used = _read_number("/sys/fs/cgroup/memory.max"), _read_number("/sys/fs/cgroup/memory.current")
-    if limit is None or limit >= total:
-        return {"total": total, "available": available}
-    return {"total": limit, "available": min(available or limit, limit - (used or 0))}
+    total = min(total, _read_number("/sys/fs/cgroup/memory.max") or total)
+    return {"total": total, "available": min(total, free_memory())}
 
 
 def _read_number(path: str) -> int | None:

@@ -535,6 +535,11 @@ def _describe_exit(status: int) -> str:
             "The engine process was killed (SIGKILL). If the kernel killed it because memory ran out, use a smaller "
             "cache or model."
         )
+    if status == -signal.SIGBUS:
+        return (
+            "The engine process was ended by SIGBUS: a file of the model became shorter, or its disk failed, while the "
+            "file was read."
+        )
     if status < 0:
         return f"Signal {signal_name(-status)} ended the engine process."
     return "The engine process has ended." if status == 0 else f"The engine process failed with exit status {status}."

@@ -411,9 +411,9 @@ class Engine:
         self._staged = None
 
     def check_can_swap(self) -> None:
-        """Raises RequestError if this engine has several processes, or if its adapters, scales or saved cache belong to
-        the served weights."""
-        self._check_one_process()
+        """Raises RequestError if this process does not hold all weights, or if its adapters, scales or saved cache
+        belong to the served weights."""
+        self._check_has_weights()
         if self.adapters.by_name:
             raise RequestError(
                 "Weights cannot be exchanged while adapters are loaded, which belong to the served weights."
@@ -437,14 +437,20 @@ class Engine:
             raise RequestError(f"{running} requests are running; weights can only be replaced while no request runs.")
         self._land()
 
-    def _check_one_process(self) -> None:
+    def _check_has_weights(self) -> None:
+        """Raises RequestError if this process does not have all weights in memory."""
         if self._group is not None:
             raise RequestError(
                 "The weights of an engine with tensor_parallel cannot be replaced; start another engine with them."
             )
+        if self.loaded.streamer is not None:
+            raise RequestError(
+                "Weights that are read from their files in every step cannot be replaced; start another engine with "
+                "the new ones."
+            )
 
     def _check_can_load_weights(self) -> None:
-        self._check_one_process()
+        self._check_has_weights()
         self._finish_steps()
         if self.adapters.by_name:
             name = next(iter(self.adapters.by_name))

@@ -28,6 +28,7 @@ from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.saved_prefixes import SavedPrefixes, open_prefixes
 from fp8serve.engine.scale_monitor import Calibration, ScaleMonitor, describe_input_scale
+from fp8serve.engine.streaming import WeightStreamer, check_copies, create_streamer
 from fp8serve.engine.task import check_generates
 from fp8serve.engine.weights import check_weights, exchange_weights
 from fp8serve.errors import MachineError, ModelError, RequestError, ScalesError
@@ -85,6 +86,7 @@ class LoadedModel:
     frozen: dict[str, FrozenLinear]  # the layers in FP8 or in 4 bits except the head, by their names in the checkpoint
     graphs: GraphReport
     packer: Packer
+    streamer: WeightStreamer | None  # if memory has no room for all weights
     scale_monitor: ScaleMonitor
     prefixes: SavedPrefixes | None
     draft: DraftParts | None
@@ -118,6 +120,7 @@ class LoadedModel:
             "num_blocks": self.plan.num_blocks,
             "kv_cache_bytes": self.plan.cache_bytes,
             "weight_bytes": weight_bytes(self.runner.model),
+            "streamed_bytes": 0 if self.streamer is None else self.streamer.streamed_bytes,
             "vocab_size": config.vocab_size,
             "eos_token_ids": list(config.eos_token_ids),
             "kernels": ops.backends(torch.device(options.device).type),
@@ -192,13 +195,19 @@ def load(
     check_length(config, options)
     model = network or _load_model(model_dir, options, group)
     loaded_draft = None if draft_dir is None else load_draft(draft_dir, model, options)
+    streamer = None
+    if cache_plan is not None and network is None and group is None:
+        draft_bytes = 0 if loaded_draft is None else weight_bytes(loaded_draft.model)
+        streamer = create_streamer(model, model_dir, cache_plan.cache_bytes + draft_bytes)
+    if streamer is not None and options.max_prefill_tokens is None:  # a step is long, however few tokens it has
+        options = replace(options, max_prefill_tokens=options.step_tokens)
     phases.end("weights")
     frozen = _frozen(model)
     if options.invariant:
         uses_mx = any(layer.weight_scale_inv.dtype == E8M0 and not layer.is_4bit for layer in frozen.values())
         log.info("%s", parity.use_invariant_mode(options.device, config, uses_mx))
     scales_follow_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
-    prepare_for_serving(model, options.device)
+    prepare_for_serving(model, options.device, joins=streamer is None)
     cache_scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     scales = _path(options.scales)
     if cache_scales is None and network is None and (reason := kv_scales_error(model_dir, scales)) is not None:
@@ -265,7 +274,8 @@ def load(
         runner=runner,
         frozen=frozen,
         graphs=graphs,
-        packer=create_packer([] if device.type == "cuda" else modules_to_pack(*models)),
+        packer=create_packer([] if device.type == "cuda" or streamer else modules_to_pack(*models)),
+        streamer=streamer,
         scale_monitor=ScaleMonitor(frozen, counters, calibration, options),
         prefixes=open_prefixes(model_dir, config, options, cache_plan),
         draft=draft,
@@ -280,6 +290,8 @@ def _load_model(model_dir: Path, options: EngineOptions, group: "RankGroup | Non
     model."""
     recipe, scales = parse_recipe(options.recipe), _path(options.scales)
     if group is None:
+        if not options.device.startswith("cuda"):
+            check_copies(model_dir, options)
         return load_servable(model_dir, recipe, scales, options.device, head=options.head_dtype)
     from fp8serve.model.network.sharding import shard_decoder
 
@@ -438,18 +450,18 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else real_path(text)
 
 
-def prepare_for_serving(model: AnyModel, device: str) -> None:
+def prepare_for_serving(model: AnyModel, device: str, *, joins: bool = True) -> None:
     """Makes the dynamic scales of a row independent of the other rows. On a CPU, and with invariant kernels on a GPU,
     it does the same with products.
 
     PyTorch's kernels choose the order of a product's sums by the number of rows. This project's kernels replace them.
-    Linear layers that share an input are joined, an encoder's only on a CPU.
+    Linear layers that share an input are joined if `joins`, an encoder's only on a CPU.
     """
     make_rows_independent(model)
     on_cpu = torch.device(device).type == "cpu"
     if on_cpu or has_batch_invariant_products(device):
         use_batch_invariant_products(model)
-    if on_cpu or not isinstance(model, Encoder):
+    if joins and (on_cpu or not isinstance(model, Encoder)):
         model.join()
 
 

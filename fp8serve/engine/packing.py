@@ -27,8 +27,8 @@ from fp8serve.fp8.ops.packing import is_packable
 from fp8serve.fp8.stacked import StackedExperts
 from fp8serve.model.building import Model
 from fp8serve.model.network.fusion import Projections
+from fp8serve.model.storage.mapping import release_pages
 from fp8serve.model.storage.memory import free_memory, trim
-from fp8serve.model.storage.shards import release_pages
 
 Packable = FrozenLinear | BatchInvariantLinear | Projections | StackedExperts
 """The modules whose weight [N, K] can be packed. The weight is None if it was replaced."""

@@ -38,8 +38,8 @@ from fp8serve.model.formats.scales import (
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.experts import reset_token_counts
 from fp8serve.model.storage.files import present
+from fp8serve.model.storage.mapping import release_pages
 from fp8serve.model.storage.opening import real_path
-from fp8serve.model.storage.shards import release_pages
 from fp8serve.model.stored_checkpoint import Checkpoint, StoredLinear, check_agreement, open_checkpoint
 
 __all__ = [

@@ -124,10 +124,12 @@ _SCALE = re.compile(r"scale")
 
 @dataclass(frozen=True)
 class WeightMemory:
-    """Bytes of a model's weights: `served` while it is served, `peak` while it is loaded."""
+    """Bytes of a model's weights: `served` while it is served, `peak` while it is loaded. On a CPU, `copied` of the
+    served ones are converted when they are loaded; the others are parts of the mapped files."""
 
     served: int
     peak: int
+    copied: int
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def estimate_weight_memory(
     has_quantized_linears = any(_is_linear(t, config) for t in quantized)
     casts_linears = _casts_linears(model_dir, recipe, scales, has_quantized_linears)
     bits = _bits_of(recipe)
-    served_bytes = cast_bytes = 0
+    served_bytes = cast_bytes = copied_bytes = 0
     for tensor in tensors:
         if head == "fp8" and tensor.name == HEAD:  # freed after it was cast
             continue
@@ -191,12 +193,15 @@ def estimate_weight_memory(
             cast_bytes += int(tensor.elements * bits / 8) + row_scales
         else:
             is_byte = as_stored and tensor.is_quantized
-            served_bytes += math.prod(tensor.shape) if is_byte else tensor.elements * BF16_BYTES
+            size = math.prod(tensor.shape) if is_byte else tensor.elements * BF16_BYTES
+            served_bytes += size
+            copied_bytes += 0 if is_byte or tensor.dtype == "BF16" else size
     if head == "fp8" and isinstance(config, ModelConfig):  # FP8 elements, and an FP32 scale for each row
-        served_bytes += config.vocab_size * (config.hidden_size + FP32_BYTES)
-    served_bytes += cast_bytes
+        head_bytes = config.vocab_size * (config.hidden_size + FP32_BYTES)
+        served_bytes, copied_bytes = served_bytes + head_bytes, copied_bytes + head_bytes
+    served_bytes, copied_bytes = served_bytes + cast_bytes, copied_bytes + cast_bytes
     # malloc retains some memory of the cast weights after they were packed
-    return WeightMemory(served_bytes, served_bytes + min(cast_bytes, RETAINED_BYTES))
+    return WeightMemory(served_bytes, served_bytes + min(cast_bytes, RETAINED_BYTES), copied_bytes)
 
 
 def _casts_linears(model_dir: Path, recipe: str, scales: str | None, has_quantized_linears: bool) -> bool:

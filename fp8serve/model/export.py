@@ -47,8 +47,9 @@ from fp8serve.model.storage.files import (
     read_json,
     write_json,
 )
+from fp8serve.model.storage.mapping import release_pages
 from fp8serve.model.storage.opening import is_regular_file
-from fp8serve.model.storage.shards import DTYPES, SAFE_WEIGHTS, release_pages, write_index
+from fp8serve.model.storage.shards import DTYPES, SAFE_WEIGHTS, write_index
 from fp8serve.model.stored_checkpoint import StoredLinear, open_checkpoint
 
 __all__ = ["FORMATS", "write_calibrated", "write_hf_directory"]

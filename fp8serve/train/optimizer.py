@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.torch_private import multiply_each
-from fp8serve.model.storage.shards import release_pages
+from fp8serve.model.storage.mapping import release_pages
 from fp8serve.train.config import TrainConfig
 
 MIN_8BIT_ELEMENTS = 4096  # torchao gives smaller matrices FP32 moments

@@ -17,6 +17,7 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError, RecipeError, RequestError
 from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, to_json
 from fp8serve.model.config.decoder import read_config
+from fp8serve.model.storage import memory as storage_memory
 
 from .tiny import write_model
 
@@ -102,6 +103,23 @@ def test_a_window_does_not_limit_the_length(tmp_path: Path) -> None:
 
 def test_free_memory_is_measured_on_this_machine() -> None:
     assert memory.cpu_cache_budget() > 2**20
+
+
+def test_free_memory_is_that_of_the_smallest_control_group(tmp_path: Path) -> None:
+    """Pages of files are free, because the system drops them."""
+    sizes = {
+        "a": {"memory.max": "900", "memory.current": "800", "memory.stat": "active_file 30\ninactive_file 20\nfile 99"},
+        "a/b": {"memory.max": "max", "memory.current": "10"},
+        "memory": {"memory.limit_in_bytes": "700", "memory.usage_in_bytes": "600",
+                   "memory.stat": "active_file 9\ntotal_active_file 40\ntotal_inactive_file 1"},
+    }  # fmt: skip
+    for group, files in sizes.items():
+        (tmp_path / group).mkdir()
+        for name, content in files.items():
+            (tmp_path / group / name).write_text(f"{content}\n")
+    assert list(storage_memory._free_in_groups(["3:cpu:/x", "0::/a/b"], tmp_path)) == [150]
+    assert list(storage_memory._free_in_groups(["4:cpu,memory:/container/7"], tmp_path)) == [141]
+    assert list(storage_memory._free_in_groups(["0::/", "1:name=systemd:/"], tmp_path)) == []
 
 
 def test_recipes_are_names_or_json() -> None:

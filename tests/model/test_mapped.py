@@ -1,5 +1,6 @@
 """Memory-mapped files: released pages leave the resident memory, and are loaded again when they are read."""
 
+import os
 import re
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.model.storage.shards import map_file, release_pages
+from fp8serve.errors import MachineError
+from fp8serve.model.storage.mapping import Span, join_spans, map_file, release_pages, span_of
 
 SIZE = 8 << 20
-SMAPS = Path("/proc/self/smaps")
+SMAPS, MEMINFO = Path("/proc/self/smaps"), Path("/proc/meminfo")
 
 
 def write(path: Path) -> Tensor:
@@ -77,3 +79,52 @@ def test_release_pages_does_not_change_other_tensors() -> None:
     tensor = torch.arange(100_000)
     release_pages(tensor)
     assert torch.equal(tensor, torch.arange(100_000))
+
+
+def span(tensor: Tensor) -> Span:
+    result = span_of(tensor)
+    assert result is not None
+    return result
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="only Linux tells what is resident")
+def test_a_dropped_span_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    values = write(path)
+    whole = map_file(path)
+    assert span_of(values) is None
+    half = span(whole[: SIZE // 2])
+    assert (half.start, half.size, half.file.path) == (0, SIZE // 2, path)
+    for access in (half.read, half.advise, lambda: whole.sum()):
+        access()
+    half.drop()
+    assert resident_kib(path) <= (SIZE >> 11) + 64
+    assert torch.equal(whole.view(torch.int32), values)
+
+
+def test_adjacent_spans_are_joined(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / name)
+    a, b = map_file(tmp_path / "a"), map_file(tmp_path / "b")
+    spans = [span(part) for part in (b[:8], a[32:40], a[16:32], a[0:8], a[4:10])]
+    assert join_spans(spans) == [span(a[:10]), span(a[16:40]), span(b[:8])]
+
+
+def test_a_file_that_became_shorter_is_one_sentence(tmp_path: Path) -> None:
+    write(tmp_path / "file")
+    whole = span(map_file(tmp_path / "file"))
+    os.truncate(tmp_path / "file", SIZE // 2)
+    with pytest.raises(MachineError, match="file cannot be read: it became shorter, or its disk failed; start again"):
+        whole.read()
+
+
+@pytest.mark.skipif(not MEMINFO.exists(), reason="only Linux tells the size of memory")
+def test_a_file_larger_than_memory_can_be_mapped(tmp_path: Path) -> None:
+    """Linux refuses to reserve more memory than the machine has, and a private mapping would reserve its size."""
+    sizes = re.findall(r"(?:MemTotal|SwapTotal): +(\d+) kB", MEMINFO.read_text())
+    size = 1024 * sum(map(int, sizes)) + (1 << 30)
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(size)  # takes no space
+    whole = map_file(tmp_path / "file")
+    assert len(whole) == size
+    assert whole[-1] == 0

@@ -30,8 +30,8 @@ from fp8serve.model.config.mixture import CORRECTION, Routing
 from fp8serve.model.config.mixture import Experts as ExpertSettings
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.fusion import GATED_ACTIVATIONS, OutputTransform, forward_of
+from fp8serve.model.storage.mapping import release_pages
 from fp8serve.model.storage.memory import free_memory, trim
-from fp8serve.model.storage.shards import release_pages
 
 _add_weighted = torch.ops.fp8serve.add_weighted.default
 _choose_experts = torch.ops.fp8serve.choose_experts.default

@@ -85,21 +85,39 @@ def share_memory(count: int) -> None:
 
 
 def free_memory() -> int:
-    """Returns the free memory in bytes: of the machine, or of its container (cgroup v2) if that has less. Processes
-    that share it (`share_memory`) get equal parts.
+    """Returns the free memory in bytes: of the machine, or of a control group of this process (a container, a service)
+    that has less. Processes that share it (`share_memory`) get equal parts.
 
-    macOS does not report free pages; there the result is all memory of the machine.
+    Pages of files count as free, because the system drops them when it needs memory. macOS does not report free pages;
+    there the result is all memory of the machine.
     """
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
-    if limit and used and limit[0].isdigit():
-        free = min(free, int(limit[0]) - int(used[0]))
-    return max(free, 0) // _num_sharers
+    return max(0, min([free, *_free_in_groups(_lines("/proc/self/cgroup"))])) // _num_sharers
 
 
-def _lines(path: str) -> list[str]:
+def _free_in_groups(groups: list[str], root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Yields the free bytes of each control group with a limit, for the lines of /proc/self/cgroup. A container may see
+    its own group as the root of the mounted tree."""
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            top, names, prefix = root, ("memory.max", "memory.current"), ""
+        elif "memory" in controllers.split(","):
+            top, names, prefix = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
+            limit, usage = (_lines(folder / name) for name in names)
+            if limit and usage and limit[0].isdigit():
+                sizes = dict(line.split() for line in _lines(folder / "memory.stat"))
+                of_files = sum(int(sizes.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
+                yield int(limit[0]) - int(usage[0]) + of_files
+
+
+def _lines(path: str | Path) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []

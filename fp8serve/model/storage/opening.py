@@ -16,7 +16,7 @@ A file that a user names (training data, a GGUF file, --scales) may be a link to
 are for such files.
 
 FIFOs, devices and sockets are refused without waiting for them. If a file is truncated while it is mapped
-(storage/shards.py), the process ends with SIGBUS, as for every mapped file.
+(storage/mapping.py), the process ends with SIGBUS, as for every mapped file.
 """
 
 import os

@@ -18,13 +18,11 @@ Pickles (`pytorch_model.bin`) are never read, because loading one runs the code 
 
 import json
 import math
-import mmap
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -32,9 +30,8 @@ from torch import Tensor
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.storage.files import present, read_json, write_json
 from fp8serve.model.storage.headers import header_json, tensor_shape
-from fp8serve.model.storage.opening import open_member
+from fp8serve.model.storage.mapping import map_file
 
-_MAPPED_FILES: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by start address
 SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
@@ -43,31 +40,6 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # safetensors writes tensors in the reverse order of these dtypes, and tensors of one dtype by name
 _ORDER = ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F16", "BF16", "I32", "F32", "F64", "I64")
-
-
-def map_file(path: Path) -> Tensor:
-    """Maps a file and returns its bytes as a uint8 tensor; writing to it does not change the file. Raises ModelError
-    if `open_member` refuses the file."""
-    with open_member(path, error=ModelError) as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    content = torch.frombuffer(mapped, dtype=torch.uint8)
-    _MAPPED_FILES[content.data_ptr()] = mapped
-    return content
-
-
-def release_pages(tensor: Tensor) -> None:
-    """Frees the memory of a view of a mapped file, except pages that it shares with other tensors. The values do not
-    change: the next access reads them from the file again."""
-    base = tensor.untyped_storage().data_ptr()
-    mapped = _MAPPED_FILES.get(base)
-    if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    start = tensor.data_ptr() - base
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    nbytes = elements * tensor.itemsize if tensor.numel() else 0  # from its first to its last element
-    first, end = -(-start // mmap.PAGESIZE), (start + nbytes) // mmap.PAGESIZE
-    if end > first:
-        mapped.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE)
 
 
 def type_name(dtype: torch.dtype) -> str:

@@ -305,8 +305,9 @@ def with_cache_bound(source: WeightSource, engines: Iterable[EngineClient]) -> W
 
 def _unclaimed_bytes(engine: EngineClient) -> int:
     """Returns the memory that an engine process may still allocate for its weights and KV cache."""
-    draft = engine.info.get("draft_model") or {}
-    planned = sum(part.get("weight_bytes", 0) for part in (engine.info, draft)) + engine.info.get("kv_cache_bytes", 0)
+    info, draft = engine.info, engine.info.get("draft_model") or {}
+    weights = sum(part.get("weight_bytes", 0) for part in (info, draft)) - info.get("streamed_bytes", 0)
+    planned = weights + info.get("kv_cache_bytes", 0)
     return max(0, int(planned) - engine.resident_bytes) if engine.alive else 0
 
 
