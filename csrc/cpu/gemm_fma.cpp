@@ -80,7 +80,7 @@ const Level& fma() {
     result.stream_rows = 0;  // stream() does not flush
     result.stream_packed = packed_avx512bf16::stream<Fma>;
     result.stream_4bit = fourbit_avx512bf16::stream<Fma>;
-    result.packed_rows = result.rows_4bit = 24;  // as fast as panels, which fewer rows are slower with
+    result.packed_rows = result.rows_4bit = 24;  // panels are not faster
     result.unpack_packed = unpack_packed;
     result.compute_mx_shifts = packed_avx512bf16::compute_mx_shifts;
     result.unpack_4bit = unpack_4bit;
