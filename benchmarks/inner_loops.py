@@ -19,7 +19,7 @@ E4M3 = r"[^<]*Fp8Source<[^<]*Format<3, .*"
 FUNCTIONS = {
     "from a panel": r"::{level}_level::panel_rows<{rows}, false>",
     "in place": rf"::{{level}}_level::stream_rows<({{rows}}, false, {E4M3}|{E4M3}, {{rows}}, false)>",
-    "packed": rf"::packed_{{level}}::.*stream_rows<{{rows}}, false, {E4M3}>",
+    "packed": rf"::packed_{{level}}::.*sum_rows<{{rows}}, false, {E4M3}::Dot>",
 }
 """The functions that multiply without block scales: by columns in a panel, and by E4M3 columns as they are stored."""
 COLUMNS = (("from a panel", 1), ("from a panel", 6), ("in place", 1), ("in place", 4), ("packed", 1), ("packed", 4))
@@ -64,7 +64,7 @@ def functions(listing: str) -> Iterator[tuple[str, list[Instruction]]]:
 
 
 def per_64(code: list[Instruction]) -> float | None:
-    """Returns the instructions for 64 multiply-adds of the innermost loop that has most of them, or None."""
+    """Returns the instructions for 64 multiply-adds of the shortest innermost loop with most of them, or None."""
     indices = {instruction.address: index for index, instruction in enumerate(code)}
     loops = [
         (begin, end)
@@ -75,9 +75,9 @@ def per_64(code: list[Instruction]) -> float | None:
     for begin, end in loops:
         if not any(begin <= other[0] and other[1] <= end and other != (begin, end) for other in loops):
             body = code[begin : end + 1]
-            sizes.append((sum(instruction.multiply_adds() for instruction in body), len(body)))
+            sizes.append((sum(instruction.multiply_adds() for instruction in body), -len(body)))
     products, instructions = max(sizes, default=(0, 0))
-    return 64 * instructions / products if products else None
+    return -64 * instructions / products if products else None
 
 
 def count(listing: str) -> dict[tuple[str, str, int], float]:

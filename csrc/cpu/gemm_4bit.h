@@ -31,6 +31,7 @@ void widen_4bit(const Operand& x, int64_t row, int64_t column, int64_t k, uint16
 
 // The AVX-512 BF16 level reads packed blocks.
 namespace fourbit_avx512bf16 {
+template <class Multiply>                  // Dot or Fma (gemm_pairs.h)
 void stream(const Tile& tile, Kind kind);  // up to kMaxStream rows
 void unpack_columns(const void* block, const uint8_t* distances, int64_t begin, int64_t end, Kind kind,
                     void* panel);

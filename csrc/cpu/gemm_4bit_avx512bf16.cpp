@@ -15,9 +15,7 @@
 #if FP8_X86
 #include <immintrin.h>
 
-#include <cstring>
-
-#include "cpu/gemm_zmm.h"
+#include "cpu/gemm_pairs.h"
 
 namespace fp8serve::gemm::fourbit_avx512bf16 {
 namespace {
@@ -113,17 +111,11 @@ FP8_TARGET FP8_INLINE __m512i look_up(__m512i table, __m512i run, int lane) {
                                   table);
 }
 
-FP8_TARGET FP8_INLINE __m512bh broadcast(const uint16_t* a) {
-  int32_t two;
-  std::memcpy(&two, a, sizeof two);
-  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(two));
-}
-
 // Adds a block to R rows: lanes `first` to `first` + L - 1 of each of its runs.
-template <int R, int L, Kind kind>
+template <int R, int L, Kind kind, class Multiply>
 struct BlockAdd {
   static constexpr int64_t kStep = block_of(kind), kAhead = 8 * 1024, kRunBytes = kGroup * kRun / 2;
-  const uint16_t* a;
+  const typename Multiply::Element* a;
   int64_t a_stride;
   const char* b;
   const uint8_t* distances;
@@ -140,21 +132,21 @@ struct BlockAdd {
       const __m512i run = _mm512_loadu_si512(p);
 #pragma GCC unroll 4
       for (int l = 0; l < L; ++l) {
-        const auto y = reinterpret_cast<__m512bh>(scales.widen(look_up(table, run, first + l)));
+        const typename Multiply::Weights y(scales.widen(look_up(table, run, first + l)));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const __m512bh x = broadcast(a + r * a_stride + k + 2 * (first + l));
-          sums[r * L + l] = _mm512_dpbf16_ps(sums[r * L + l], x, y);
+          const typename Multiply::template Inputs<1> x(a + r * a_stride + k, first + l);
+          sums[r * L + l] = x.add_product(sums[r * L + l], y);
         }
       }
     }
   }
 };
 
-template <int R, int L, Kind kind, int first>
-FP8_TARGET FP8_INLINE void sum_lanes(Vector (&all)[R * 4], const Tile& t) {
-  const BlockAdd<R, L, kind> add{static_cast<const uint16_t*>(t.a), t.a_stride, static_cast<const char*>(t.b),
-                                 t.distances, first};
+template <int R, int L, Kind kind, class Multiply, int first>
+FP8_TARGET FP8_INLINE void sum_lanes(Vector* all, const Tile& t) {
+  const BlockAdd<R, L, kind, Multiply> add{static_cast<const typename Multiply::Element*>(t.a), t.a_stride,
+                                           static_cast<const char*>(t.b), t.distances, first};
   Vector sums[R * L];
   sum_over_k<R, L, false>(sums, t, 0, first, add);
 #pragma GCC unroll 32
@@ -177,14 +169,22 @@ FP8_TARGET FP8_INLINE __mmask16 nan_columns(const uint8_t* distances, int64_t k)
   return static_cast<__mmask16>(nans | nans >> 16);
 }
 
-template <int R, Kind kind>
+template <int R, Kind kind, class Multiply>
+FP8_TARGET __attribute__((noinline)) void sum_rows(const Tile& t, Vector* sums) {
+  if constexpr (R <= 4) {
+    sum_lanes<R, 4, kind, Multiply, 0>(sums, t);
+  } else {
+    sum_lanes<R, 2, kind, Multiply, 0>(sums, t);
+    sum_lanes<R, 2, kind, Multiply, 2>(sums, t);
+  }
+}
+
+template <int R, Kind kind, class Multiply>
 FP8_TARGET void stream_rows(const Tile& t) {
   Vector sums[R * 4];
-  if constexpr (R <= 4) {
-    sum_lanes<R, 4, kind, 0>(sums, t);
-  } else {
-    sum_lanes<R, 2, kind, 0>(sums, t);
-    sum_lanes<R, 2, kind, 2>(sums, t);
+  {
+    const typename Multiply::Mode mode;
+    sum_rows<R, kind, Multiply>(t, sums);
   }
   const __mmask16 nan = nan_columns<kind>(t.distances, t.k);
   Sums row_sums[R];
@@ -197,11 +197,12 @@ FP8_TARGET void stream_rows(const Tile& t) {
   finish_sums<R>(row_sums, t, 0);
 }
 
-template <Kind kind>
+template <Kind kind, class Multiply>
 void stream_as(const Tile& t) {
   static constexpr void (*rows[])(const Tile&) = {
-      stream_rows<1, kind>, stream_rows<2, kind>, stream_rows<3, kind>, stream_rows<4, kind>,
-      stream_rows<5, kind>, stream_rows<6, kind>, stream_rows<7, kind>, stream_rows<8, kind>};
+      stream_rows<1, kind, Multiply>, stream_rows<2, kind, Multiply>, stream_rows<3, kind, Multiply>,
+      stream_rows<4, kind, Multiply>, stream_rows<5, kind, Multiply>, stream_rows<6, kind, Multiply>,
+      stream_rows<7, kind, Multiply>, stream_rows<8, kind, Multiply>};
   rows[t.rows - 1](t);
 }
 
@@ -244,9 +245,12 @@ FP8_TARGET void unpack_as(const char* block, const uint8_t* distances, int64_t b
 
 }  // namespace
 
+template <class Multiply>
 void stream(const Tile& tile, Kind kind) {
-  kind == Kind::nvfp4 ? stream_as<Kind::nvfp4>(tile) : stream_as<Kind::mxfp4>(tile);
+  kind == Kind::nvfp4 ? stream_as<Kind::nvfp4, Multiply>(tile) : stream_as<Kind::mxfp4, Multiply>(tile);
 }
+template void stream<Dot>(const Tile&, Kind);
+template void stream<Fma>(const Tile&, Kind);
 
 void unpack_columns(const void* block, const uint8_t* distances, int64_t begin, int64_t end, Kind kind,
                     void* panel) {

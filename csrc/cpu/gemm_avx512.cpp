@@ -74,7 +74,6 @@ FP8_TARGET FP8_INLINE void store(float* p, Operand x) { _mm512_storeu_ps(p, x); 
 
 #include "cpu/gemm_unpack.h"
 
-// Not inlined, since a compiler moves arithmetic across a change of the mode.
 template <int R>
 FP8_TARGET __attribute__((noinline)) void sum_rows(const Tile& t, Vector* out) {
   const auto *a = static_cast<const Element*>(t.a), *b = static_cast<const Element*>(t.b);
@@ -86,13 +85,11 @@ FP8_TARGET __attribute__((noinline)) void sum_rows(const Tile& t, Vector* out) {
 
 template <int R>
 FP8_TARGET void flushing_rows(const Tile& t) {
-  constexpr unsigned kFlush = _MM_FLUSH_ZERO_ON | 0x40;  // 0x40: subnormal operands are zero
   Vector sums[R * 4];
-  const unsigned mode = _mm_getcsr();
-  _mm_setcsr(mode | kFlush);
-  sum_rows<R>(t, sums);
-  _mm_setcsr(mode);
-  asm volatile("" ::: "memory");
+  {
+    const FlushingMode mode;
+    sum_rows<R>(t, sums);
+  }
   finish_rows<R>(sums, t, 0);
 }
 

@@ -12,6 +12,7 @@
 
 #include "cpu/gemm_4bit.h"
 #include "cpu/gemm_packed.h"
+#include "cpu/gemm_pairs.h"
 #include "cpu/gemm_widen.h"
 #include "cpu/gemm_zmm.h"
 #include "fp8.h"
@@ -292,11 +293,11 @@ const Level& avx512bf16() {
                                tile,
                                stream,
                                kMaxStream,
-                               packed_avx512bf16::stream,
+                               packed_avx512bf16::stream<Dot>,
                                packed_avx512bf16::unpack_columns,
                                64,
                                packed_avx512bf16::compute_mx_shifts,
-                               fourbit_avx512bf16::stream,
+                               fourbit_avx512bf16::stream<Dot>,
                                fourbit_avx512bf16::unpack_columns,
                                64};
   return level;

@@ -29,6 +29,7 @@ void unpack_block(const char* packed, int64_t k, Kind kind, int64_t stride, char
 
 // The AVX-512 BF16 level reads packed blocks; for other levels unpack_block() converts them to rows.
 namespace packed_avx512bf16 {
+template <class Multiply>                  // Dot or Fma (gemm_pairs.h)
 void stream(const Tile& tile, Kind kind);  // up to kMaxStream rows; tile.b: the block
 void unpack_columns(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind,
                     const uint16_t* mx_shifts, void* panel);

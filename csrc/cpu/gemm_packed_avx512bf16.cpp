@@ -11,10 +11,8 @@
 #if FP8_X86
 #include <immintrin.h>
 
-#include <cstring>
-
+#include "cpu/gemm_pairs.h"
 #include "cpu/gemm_widen.h"
-#include "cpu/gemm_zmm.h"
 #include "cpu/mx.h"
 
 namespace fp8serve::gemm::packed_avx512bf16 {
@@ -54,38 +52,49 @@ struct Bf16Source {
   }
 };
 
-FP8_TARGET FP8_INLINE __m512bh broadcast(const uint16_t* a) {
-  int64_t four;
-  std::memcpy(&four, a, sizeof four);
-  return reinterpret_cast<__m512bh>(_mm512_set1_epi64(four));
+// Adds half h, counted from half `first` on, of a run to R rows.
+template <int R, int H, class Multiply>
+FP8_TARGET FP8_INLINE void add_half(Vector (&sums)[R * H * 2], const typename Multiply::Element* a,
+                                    int64_t a_stride, int first, int h, __m512i low, __m512i high) {
+  const typename Multiply::Weights low_weights(low), high_weights(high);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const typename Multiply::template Inputs<2> x(a + r * a_stride, (first + h) * 2);
+    Vector* sum = sums + (r * H + h) * 2;
+    sum[0] = x.add_product(sum[0], low_weights);
+    sum[1] = x.add_product(sum[1], high_weights);
+  }
 }
 
 // Adds one run to R rows: H halves of it from half `first` on. Data about 16 KiB ahead is prefetched
 // meanwhile, into the second-level cache, because the first is full of `a`.
-template <int R, int H, class Source>
+template <int R, int H, class Source, class Multiply>
 struct RunAdd {
   static constexpr int64_t kStep = kRun, kAhead = 16 * 1024;
-  const uint16_t* a;
+  const typename Multiply::Element* a;
   int64_t a_stride;
   const char* b;
   int64_t half;  // bytes from one half of the block to the other
   int first;
   const uint16_t* shifts;  // null without MX blocks
   Source source = {};
+  mutable Operands next[H] = {};  // of the next run, if it is widened ahead
+  FP8_TARGET FP8_INLINE void start() const {
+    if (!Multiply::kWidensAhead || half == 0) return;
+#pragma GCC unroll 2
+    for (int h = 0; h < H; ++h) next[h] = source.load(b + (first + h) * half);
+  }
   FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * H * 2], int64_t k, int64_t) const {
+    constexpr int64_t kBytes = kGroup / 2 * Source::kBytes;
 #pragma GCC unroll 2
     for (int h = 0; h < H; ++h) {
-      const char* p = b + (first + h) * half + k * (kGroup / 2) * Source::kBytes;
+      const char *begin = b + (first + h) * half, *p = begin + k * kBytes;
 #pragma GCC unroll 2
       for (int line = 0; line < Source::kBytes; ++line) _mm_prefetch(p + kAhead + line * 64, _MM_HINT_T1);
-      const Operands y = source.load(p);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const __m512bh x = broadcast(a + r * a_stride + k + (first + h) * kHalfRun);
-        Vector* sum = sums + (r * H + h) * 2;
-        sum[0] = _mm512_dpbf16_ps(sum[0], x, reinterpret_cast<__m512bh>(y.low));
-        sum[1] = _mm512_dpbf16_ps(sum[1], x, reinterpret_cast<__m512bh>(y.high));
-      }
+      const Operands y = Multiply::kWidensAhead ? next[h] : source.load(p);
+      const int64_t after = (k + kRun) * kBytes;
+      if (Multiply::kWidensAhead) next[h] = source.load(after < half ? begin + after : begin);
+      add_half<R, H, Multiply>(sums, a + k, a_stride, first, h, y.low, y.high);
     }
   }
 };
@@ -114,16 +123,17 @@ FP8_TARGET FP8_INLINE __m512i order_shifts(const uint16_t* shifts) {
 template <class F>
 struct MxSource : Fp8Source<F> {};
 
-template <int R, int H, class F>
-struct RunAdd<R, H, MxSource<F>> {
+template <int R, int H, class F, class Multiply>
+struct RunAdd<R, H, MxSource<F>, Multiply> {
   static constexpr int64_t kStep = kMxBlock, kAhead = 16 * 1024;
-  const uint16_t* a;
+  const typename Multiply::Element* a;
   int64_t a_stride;
   const char* b;
   int64_t half;
   int first;
   const uint16_t* shifts;
   Fp8Source<F> source = {};
+  FP8_TARGET FP8_INLINE void start() const {}
   FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * H * 2], int64_t block, int64_t) const {
     const uint16_t* block_shifts = shifts + block / kMxBlock * kGroup;
     const __m512i low = order_shifts<0, true>(block_shifts), high = order_shifts<2, true>(block_shifts);
@@ -134,25 +144,22 @@ struct RunAdd<R, H, MxSource<F>> {
         const char* p = b + (first + h) * half + k * (kGroup / 2);
         _mm_prefetch(p + kAhead, _MM_HINT_T1);
         const Operands codes = source.load(p);
-        const auto y_low = reinterpret_cast<__m512bh>(lower_exponents(codes.low, low));
-        const auto y_high = reinterpret_cast<__m512bh>(lower_exponents(codes.high, high));
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const __m512bh x = broadcast(a + r * a_stride + k + (first + h) * kHalfRun);
-          Vector* sum = sums + (r * H + h) * 2;
-          sum[0] = _mm512_dpbf16_ps(sum[0], x, y_low);
-          sum[1] = _mm512_dpbf16_ps(sum[1], x, y_high);
-        }
+        add_half<R, H, Multiply>(sums, a + k, a_stride, first, h, lower_exponents(codes.low, low),
+                                 lower_exponents(codes.high, high));
       }
     }
   }
 };
 
-template <int R, int H, bool scaled, class Source>
-FP8_TARGET FP8_INLINE void sum_halves(Vector (&all)[R * 4], const Tile& t, int first) {
-  const RunAdd<R, H, Source> add{
-      static_cast<const uint16_t*>(t.a),   t.a_stride, static_cast<const char*>(t.b),
-      t.k * (kGroup / 2) * Source::kBytes, first,      t.mx_shifts};
+template <int R, int H, bool scaled, class Source, class Multiply>
+FP8_TARGET FP8_INLINE void sum_halves(Vector* all, const Tile& t, int first) {
+  const RunAdd<R, H, Source, Multiply> add{static_cast<const typename Multiply::Element*>(t.a),
+                                           t.a_stride,
+                                           static_cast<const char*>(t.b),
+                                           t.k * (kGroup / 2) * Source::kBytes,
+                                           first,
+                                           t.mx_shifts};
+  add.start();
   Vector sums[R * H * 2];
   sum_over_k<R, H * 2, scaled>(sums, t, 0, first * 2, add);
 #pragma GCC unroll 32
@@ -165,14 +172,22 @@ FP8_TARGET FP8_INLINE Sums reduce(const Vector* v) {
   return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xdd));
 }
 
-template <int R, bool scaled, class Source>
+template <int R, bool scaled, class Source, class Multiply>
+FP8_TARGET __attribute__((noinline)) void sum_rows(const Tile& t, Vector* sums) {
+  if constexpr (R <= 4) {
+    sum_halves<R, 2, scaled, Source, Multiply>(sums, t, 0);
+  } else {
+    sum_halves<R, 1, scaled, Source, Multiply>(sums, t, 0);
+    sum_halves<R, 1, scaled, Source, Multiply>(sums, t, 1);
+  }
+}
+
+template <int R, bool scaled, class Source, class Multiply>
 FP8_TARGET void stream_rows(const Tile& t) {
   Vector sums[R * 4];
-  if constexpr (R <= 4) {
-    sum_halves<R, 2, scaled, Source>(sums, t, 0);
-  } else {
-    sum_halves<R, 1, scaled, Source>(sums, t, 0);
-    sum_halves<R, 1, scaled, Source>(sums, t, 1);
+  {
+    const std::conditional_t<scaled, AnyMode, typename Multiply::Mode> mode;  // promoted sums are not flushed
+    sum_rows<R, scaled, Source, Multiply>(t, sums);
   }
   Sums row_sums[R];
 #pragma GCC unroll 8
@@ -180,18 +195,19 @@ FP8_TARGET void stream_rows(const Tile& t) {
   finish_sums<R>(row_sums, t, 0);
 }
 
-template <bool scaled, class Source>
+template <bool scaled, class Source, class Multiply>
 void stream_as(const Tile& t) {
   static constexpr void (*rows[])(const Tile&) = {
-      stream_rows<1, scaled, Source>, stream_rows<2, scaled, Source>, stream_rows<3, scaled, Source>,
-      stream_rows<4, scaled, Source>, stream_rows<5, scaled, Source>, stream_rows<6, scaled, Source>,
-      stream_rows<7, scaled, Source>, stream_rows<8, scaled, Source>};
+      stream_rows<1, scaled, Source, Multiply>, stream_rows<2, scaled, Source, Multiply>,
+      stream_rows<3, scaled, Source, Multiply>, stream_rows<4, scaled, Source, Multiply>,
+      stream_rows<5, scaled, Source, Multiply>, stream_rows<6, scaled, Source, Multiply>,
+      stream_rows<7, scaled, Source, Multiply>, stream_rows<8, scaled, Source, Multiply>};
   rows[t.rows - 1](t);
 }
 
-template <class Source>
+template <class Source, class Multiply>
 void stream_from(const Tile& t) {
-  t.scale == nullptr ? stream_as<false, Source>(t) : stream_as<true, Source>(t);
+  t.scale == nullptr ? stream_as<false, Source, Multiply>(t) : stream_as<true, Source, Multiply>(t);
 }
 
 // The four vectors of a run as the panel has them (gemm.h): one column of every four, 8 values of each.
@@ -278,14 +294,18 @@ void compute_mx_shifts(const uint8_t* codes, int64_t stride, const uint8_t* rows
   fill_shifts(codes, stride, rows, blocks, kind == Kind::e5m2 ? kMaxShift<E5M2> : kMaxShift<E4M3>, shifts);
 }
 
+template <class Multiply>
 void stream(const Tile& tile, Kind kind) {
-  if (kind == Kind::bf16) return stream_as<false, Bf16Source>(tile);
+  if (kind == Kind::bf16) return stream_as<false, Bf16Source, Multiply>(tile);
   if (tile.mx_shifts != nullptr) {
-    return kind == Kind::e5m2 ? stream_as<false, MxSource<E5M2>>(tile)
-                              : stream_as<false, MxSource<E4M3>>(tile);
+    return kind == Kind::e5m2 ? stream_as<false, MxSource<E5M2>, Multiply>(tile)
+                              : stream_as<false, MxSource<E4M3>, Multiply>(tile);
   }
-  kind == Kind::e5m2 ? stream_from<Fp8Source<E5M2>>(tile) : stream_from<Fp8Source<E4M3>>(tile);
+  kind == Kind::e5m2 ? stream_from<Fp8Source<E5M2>, Multiply>(tile)
+                     : stream_from<Fp8Source<E4M3>, Multiply>(tile);
 }
+template void stream<Dot>(const Tile&, Kind);
+template void stream<Fma>(const Tile&, Kind);
 
 void unpack_columns(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind,
                     const uint16_t* mx_shifts, void* panel) {

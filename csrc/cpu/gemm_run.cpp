@@ -21,9 +21,9 @@ constexpr int64_t kPanel = 8 << 20;  // bytes of `a` that are unpacked at a time
 // A smaller panel stays in the second-level cache with all of its K. Of a larger one, this many rows stay
 // there with one block of K, which they read from memory once for this many columns.
 constexpr int64_t kResident = 512 * 1024, kRowsPerTask = 43 * kMaxRows, kColumnsPerTask = 256;
-// From which rows on FMAs are worth their FP32 panels (gemm_fma.cpp). BF16 weights need no widening
-// otherwise.
-constexpr int64_t kFmaRows = 12, kFmaRowsOfBf16 = 32;
+// From which rows on FMAs are worth widening to FP32 (gemm_fma.cpp). Weights that are not packed need panels,
+// and BF16 weights no widening otherwise.
+constexpr int64_t kFmaRowsOfPacked = 2, kFmaRows = 12, kFmaRowsOfBf16 = 32;
 constexpr int64_t kColumnsPerStream = 128;  // where the panel is small
 // With a smaller `b` and fewer products, waking other threads is not worthwhile.
 constexpr int64_t kMinParallelBytes = 1 << 17, kMinParallelProducts = 1 << 22;
@@ -151,7 +151,7 @@ class Task {
 
   // Even shares: 9 rows are 5 and 4.
   int64_t rows_per_stream() const {
-    const int64_t max_rows = level_.stream_rows, streams = (rows_ + max_rows - 1) / max_rows;
+    const int64_t streams = (rows_ + kMaxStream - 1) / kMaxStream;
     return (rows_ + streams - 1) / streams;
   }
 
@@ -339,7 +339,7 @@ const Level& level_for(const Group& group) {
 #if FP8_X86
   const bool has_bf16 = p.a.panel_kind() == Kind::bf16 || p.b.panel_kind() == Kind::bf16;
   const bool can_flush = !(p.blocked() && has_bf16);  // promoted sums are not flushed
-  const int64_t min_rows = p.b.kind == Kind::bf16 ? kFmaRowsOfBf16 : kFmaRows;
+  const int64_t min_rows = p.b.packed ? kFmaRowsOfPacked : p.b.kind == Kind::bf16 ? kFmaRowsOfBf16 : kFmaRows;
   const bool has_many_rows = group.rows >= min_rows * group.count;
   if (can_flush && has_many_rows && has(kSlowDot) && &best == &avx512bf16()) return fma();
 #endif

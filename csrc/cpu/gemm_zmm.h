@@ -12,6 +12,25 @@ namespace fp8serve::gemm {
 template <int R>
 constexpr int kVectors = 4;
 
+// While it lives, subnormal operands and results are zero, as for `vdpbf16ps`. Arithmetic belongs into a
+// function that is not inlined, since a compiler moves it across a change of the mode.
+class FlushingMode {
+ public:
+  FlushingMode() : mode_(_mm_getcsr()) { _mm_setcsr(mode_ | _MM_FLUSH_ZERO_ON | 0x40); }  // 0x40: of operands
+  ~FlushingMode() {
+    _mm_setcsr(mode_);
+    asm volatile("" ::: "memory");
+  }
+  FlushingMode(const FlushingMode&) = delete;
+  FlushingMode& operator=(const FlushingMode&) = delete;
+
+ private:
+  unsigned mode_;
+};
+struct AnyMode {
+  ~AnyMode() {}
+};
+
 FP8_TARGET_AVX512 FP8_INLINE __m512 zero() { return _mm512_setzero_ps(); }
 
 FP8_TARGET_AVX512 FP8_INLINE __m512 same_scale(float scale) { return _mm512_set1_ps(scale); }
