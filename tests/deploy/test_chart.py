@@ -117,7 +117,8 @@ def test_probes_services_and_pools_reach_the_server(variant: str) -> None:
     probes = {name: container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert {(probe["port"], probe["scheme"]) for probe in probes.values()} == {(8000, "HTTP")}
     assert {probe["path"] for probe in probes.values()} <= routes()
-    assert probes["livenessProbe"]["path"] == "/health/live"
+    # A server that loads, or whose job pauses it, is not ready, and must not be ended for that.
+    assert probes["startupProbe"]["path"] == probes["livenessProbe"]["path"] == "/health/live"
     assert probes["readinessProbe"]["path"] == "/health/ready"
     for worker in others:
         assert not {"ports", *probes} & set(container_of(worker))
@@ -194,6 +195,11 @@ def test_a_server_keeps_jobs_on_the_volume_and_nothing_otherwise() -> None:
         assert f"--data-dir={directory}" in container_of(pods(manifests)[0])["args"]
         strategy = of_kind(manifests, "Deployment")["spec"].get("strategy")
         assert strategy == ({"type": "Recreate"} if variant == "trains" else None)
+
+
+def test_a_rollout_waits_until_a_model_is_loaded() -> None:
+    deadline = of_kind(render(), "Deployment")["spec"]["progressDeadlineSeconds"]
+    assert deadline > Settings.__dataclass_fields__["load_seconds"].default
 
 
 @pytest.mark.parametrize(

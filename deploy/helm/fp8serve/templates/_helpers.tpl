@@ -143,8 +143,8 @@ containers:
     {{- end }}
     {{- if .answers }}
     ports: [{ name: http, containerPort: 8000, protocol: TCP }]
-    startupProbe: # as long as --load-seconds
-      httpGet: { path: /health/ready, port: 8000, scheme: HTTP }
+    startupProbe: # until it listens; ranks first wait for the pods of all nodes
+      httpGet: { path: /health/live, port: 8000, scheme: HTTP }
       periodSeconds: 5
       failureThreshold: 360
     readinessProbe:
