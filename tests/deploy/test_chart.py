@@ -197,6 +197,14 @@ def test_a_server_keeps_jobs_on_the_volume_and_nothing_otherwise() -> None:
         assert strategy == ({"type": "Recreate"} if variant == "trains" else None)
 
 
+def test_a_volume_of_one_node_leaves_it_before_another_pod_mounts_it() -> None:
+    for values, mode in (({}, "ReadWriteMany"), ({"accessMode": "ReadWriteOnce"}, "ReadWriteOnce")):
+        manifests = render(volume={"size": "9Gi"} | values)
+        assert of_kind(manifests, "PersistentVolumeClaim")["spec"]["accessModes"] == [mode]
+        strategy = of_kind(manifests, "Deployment")["spec"].get("strategy")
+        assert strategy == ({"type": "Recreate"} if mode == "ReadWriteOnce" else None)
+
+
 def test_a_rollout_waits_until_a_model_is_loaded() -> None:
     deadline = of_kind(render(), "Deployment")["spec"]["progressDeadlineSeconds"]
     assert deadline > Settings.__dataclass_fields__["load_seconds"].default
@@ -214,6 +222,8 @@ def test_a_rollout_waits_until_a_model_is_loaded() -> None:
         ({"replicas": 2, "trainOn": "share"}, "set database, or replicas to 1."),
         ({"nodes": 2, "trainOn": "share"}, "leave trainOn and database out."),
         ({"nodes": 2, "run": "kserve"}, "run: kserve is for one node"),
+        ({"run": "kserve", "trainOn": "share"}, "set database, or leave trainOn out."),
+        ({"volume": {"accessMode": "ReadOnlyMany"}}, "value must be one of"),
         ({"run": "kserve", "endpointPicker": "epp"}, "leave endpointPicker out."),
     ],
 )

@@ -16,11 +16,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- if not .Values.command }}{{ fail "run: job needs command, such as [finetune, /data/model, --data=/data/chats.jsonl, --out=/data/tutor]." }}{{ end }}
 {{- else }}
 {{- if .Values.command }}{{ fail (printf "command is for run: job, and run is %s." .Values.run) }}{{ end }}
-{{- if and (ne .Values.trainOn "refuse") (gt (int .Values.replicas) 1) (not .Values.database) }}{{ fail "Several replicas that run fine-tune jobs share them in a database: set database, or replicas to 1." }}{{ end }}
+{{- if and (include "fp8serve.usesSqlite" .) (gt (int .Values.replicas) 1) }}{{ fail "Several replicas that run fine-tune jobs share them in a database: set database, or replicas to 1." }}{{ end }}
 {{- if gt (int .Values.nodes) 1 }}
 {{- if include "fp8serve.isStateful" . }}{{ fail "A server on several nodes serves the weights that it started with: leave trainOn and database out." }}{{ end }}
 {{- if eq .Values.run "kserve" }}{{ fail "run: kserve is for one node; run: server divides a model among several." }}{{ end }}
 {{- end }}
+{{- if and (eq .Values.run "kserve") (include "fp8serve.usesSqlite" .) }}{{ fail "KServe starts a new server before it stops the old one, and they share jobs in a database only: set database, or leave trainOn out." }}{{ end }}
 {{- if and (eq .Values.run "kserve") .Values.endpointPicker }}{{ fail "KServe makes its own InferencePool: leave endpointPicker out." }}{{ end }}
 {{- end }}
 {{- end }}
@@ -28,6 +29,11 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- /* Not empty if a server keeps jobs and active weights. */}}
 {{- define "fp8serve.isStateful" -}}
 {{- if or .Values.database (ne .Values.trainOn "refuse") }}true{{ end }}
+{{- end }}
+
+{{- /* Not empty if its jobs are in an SQLite file, which one server at a time can use. */}}
+{{- define "fp8serve.usesSqlite" -}}
+{{- if and (ne .Values.trainOn "refuse") (not .Values.database) }}true{{ end }}
 {{- end }}
 
 {{- /* The arguments of fp8serve for a server. */}}
