@@ -1,6 +1,8 @@
 """The manifests of the chart agree with each other and with the programs that they start."""
 
 import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +14,22 @@ import fp8serve
 from fp8serve.cli import app as command_line
 from fp8serve.server.settings import KEY_VARIABLE, Settings
 
-from .chart import CHART, JOB, ROOT, Manifest, container_of, helm_template, needs_helm, of_kind, pod_templates, render
+from .chart import (
+    CHART,
+    HELM,
+    JOB,
+    ROOT,
+    Manifest,
+    container_of,
+    helm_template,
+    needs_helm,
+    of_kind,
+    pod_templates,
+    render,
+)
 
 pytestmark = needs_helm
+PAGE, KEEP = CHART.parents[2] / "docs/kubernetes.md", "--reset-then-reuse-values"
 DATABASE = "postgresql://fp8serve@db.internal/fp8serve"
 VARIANTS: dict[str, dict[str, Any]] = {
     "server": {},
@@ -241,7 +256,20 @@ def test_the_chart_has_this_version_and_the_defaults_of_the_server() -> None:
     assert (values["drainSeconds"], values["trainOn"]) == tuple(defaults.values())
 
 
+def test_commands_of_the_page_are_valid_and_upgrades_keep_values() -> None:
+    lines = re.sub(r"\\\n", "", PAGE.read_text()).splitlines()
+    commands = [shlex.split(line) for line in lines if re.match(r"helm \w+ \w+ deploy/helm/fp8serve", line)]
+    assert {words[1] for words in commands} == {"install", "upgrade"}
+    for _, action, release, _, *options in commands:
+        assert (KEEP in options) == (action == "upgrade")
+        command = [str(HELM), "template", release, str(CHART), *(word for word in options if word != KEEP)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+    known = subprocess.run([str(HELM), "upgrade", "--help"], capture_output=True, text=True, check=True)
+    assert KEEP in known.stdout
+
+
 def test_the_page_describes_every_value() -> None:
-    page = (ROOT / "docs/kubernetes.md").read_text()
+    page = PAGE.read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert [name for name in values if f"`{name}" not in page] == []
