@@ -1,6 +1,6 @@
 {{- define "fp8serve.selector" -}}
 app.kubernetes.io/name: fp8serve
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "fp8serve.labels" -}}
@@ -40,15 +40,15 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "fp8serve.serve" -}}
 {{- $ranks := mul .Values.nodes (max .Values.gpus 1) -}}
 - serve
-- {{ ternary "/mnt/models" .Values.model (eq .Values.run "kserve") }}
+- {{ ternary "/mnt/models" .Values.model (eq .Values.run "kserve") | quote }}
 - --host=0.0.0.0
 - --port=8000
-- --served-model-name={{ .Values.name }}
+- {{ printf "--served-model-name=%s" .Values.name | quote }}
 {{- if eq .Values.run "kserve" }}
-- --served-model-name=publishers/{{ .Release.Namespace }}/models/{{ .Values.name }} # of its routes by model
+- {{ printf "--served-model-name=publishers/%s/models/%s" .Release.Namespace .Values.name | quote }} # of its routes by model
 {{- end }}
 - --data-dir={{ ternary "/data/server" "/tmp/server" (eq (include "fp8serve.isStateful" .) "true") }}
-- --drain-seconds={{ .Values.drainSeconds }}
+- --drain-seconds={{ int .Values.drainSeconds }}
 {{- if not .Values.secret }}
 - --allow-unauthenticated
 {{- end }}
@@ -62,7 +62,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 - --train-on={{ .Values.trainOn }}
 {{- end }}
 {{- with .Values.database }}
-- --database={{ . }}
+- {{ printf "--database=%s" . | quote }}
 {{- end }}
 {{- if or .Values.endpointPicker (eq .Values.run "kserve") }}
 - --vllm-metrics
@@ -86,9 +86,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- end }}
 {{- if and $values.secret (not $isJob) }}
-- { name: FP8SERVE_API_KEY, valueFrom: { secretKeyRef: { name: {{ $values.secret }}, key: api-key } } }
+- { name: FP8SERVE_API_KEY, valueFrom: { secretKeyRef: { name: {{ $values.secret | quote }}, key: api-key } } }
 {{- if $values.database }}
-- { name: PGPASSWORD, valueFrom: { secretKeyRef: { name: {{ $values.secret }}, key: database-password } } }
+- { name: PGPASSWORD, valueFrom: { secretKeyRef: { name: {{ $values.secret | quote }}, key: database-password } } }
 {{- end }}
 {{- end }}
 {{- with $values.env }}
@@ -98,7 +98,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- /* Seconds that a pod may take to end: the drain of a server, or a step of training and its checkpoint. */}}
 {{- define "fp8serve.seconds" -}}
-{{- ternary 600 .Values.drainSeconds (eq .Values.run "job") }}
+{{- ternary 600 (int .Values.drainSeconds) (eq .Values.run "job") }}
 {{- end }}
 
 {{- /* A pod's spec. fp8serve runs `arguments`; `answers` says that it listens. If `ranks` is set, torchrun starts a process
@@ -121,7 +121,7 @@ securityContext:
   seccompProfile: { type: RuntimeDefault }
 containers:
   - name: {{ ternary "main" "fp8serve" (eq $values.run "kserve") }}
-    image: {{ $values.image }}
+    image: {{ $values.image | quote }}
     {{- if not .ranks }}
     command: [fp8serve]
     {{- else if .leader }}
@@ -129,7 +129,7 @@ containers:
       - torchrun
       - --nnodes={{ $values.nodes }}
       - --node-rank={{ .rank }}
-      - --master-addr={{ .leader }}
+      - {{ printf "--master-addr=%s" .leader | quote }}
       - --master-port=29400
       - --nproc-per-node={{ max $values.gpus 1 }}
       - -m
@@ -176,19 +176,26 @@ containers:
       - { name: shm, mountPath: /dev/shm }
       {{- end }}
 volumes:
-  - { name: data, persistentVolumeClaim: { claimName: {{ $values.volume.claim }} } }
+  - { name: data, persistentVolumeClaim: { claimName: {{ $values.volume.claim | quote }} } }
   - { name: tmp, emptyDir: {} }
   {{- if gt (int $values.gpus) 1 }}
   - { name: shm, emptyDir: { medium: Memory } } # of NCCL, between the GPUs of a pod
   {{- end }}
 {{- end }}
 
-{{- /* The pod template of `fp8serve.pod`, with the labels and the fields that the values add. */}}
+{{- /* The spec of `fp8serve.pod`, with the fields that the values add. */}}
+{{- define "fp8serve.spec" -}}
+{{- $spec := include "fp8serve.pod" . | fromYaml }}
+{{- with $spec.Error }}{{ fail (printf "A value makes a pod that is no YAML: %s." .) }}{{ end }}
+{{- mergeOverwrite $spec .root.Values.pod | toYaml }}
+{{- end }}
+
+{{- /* The pod template of `fp8serve.spec`, with its labels. */}}
 {{- define "fp8serve.template" -}}
 metadata:
   labels:
     {{- include "fp8serve.labels" .root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
 spec:
-  {{- mergeOverwrite (include "fp8serve.pod" . | fromYaml) .root.Values.pod | toYaml | nindent 2 }}
+  {{- include "fp8serve.spec" . | nindent 2 }}
 {{- end }}
