@@ -191,9 +191,22 @@ def test_values_add_labels_fields_and_variables() -> None:
     assert kserve["spec"]["model"]["uri"] == "pvc://fp8serve/model"
 
 
+@every_variant
+def test_values_add_volumes_and_containers_and_replace_variables(variant: str) -> None:
+    values = VARIANTS[variant]
+    extra = {"volumes": [{"name": "cache", "emptyDir": {}}], "containers": [{"name": "proxy", "image": "proxy"}]}
+    for before, after in zip(pods(render(**values)), pods(render(**values | {"pod": extra})), strict=True):
+        for name, entries in extra.items():
+            assert after["spec"][name] == before["spec"][name] + entries
+    env = [{"name": name, "value": "mine"} for name in sorted(VARIABLES)]
+    for pod in pods(render(**values | {"env": env})):
+        assert container_of(pod)["env"] == env
+
+
 def test_a_server_keeps_jobs_on_the_volume_and_nothing_otherwise() -> None:
     """Pods of one Deployment may share a data directory only with a database."""
-    for variant, directory in (("server", "/tmp/server"), ("trains", "/data/server"), ("replicas", "/data/server")):
+    shared = "/data/server/chat"  # two releases may have one claim
+    for variant, directory in (("server", "/tmp/server"), ("trains", shared), ("replicas", shared)):
         manifests = render(**VARIANTS[variant])
         assert f"--data-dir={directory}" in container_of(pods(manifests)[0])["args"]
         strategy = of_kind(manifests, "Deployment")["spec"].get("strategy")
@@ -248,6 +261,10 @@ def test_a_release_may_be_named_by_a_number(variant: str) -> None:
     ("values", "message"),
     [
         ({"replica": 2}, "additional properties 'replica' not allowed"),
+        ({"labels": {"app.kubernetes.io/instance": "x"}}, "labels must not have app.kubernetes.io/instance"),
+        ({"labels": {"app.kubernetes.io/component": "x"}}, "labels must not have app.kubernetes.io/component"),
+        ({"database": "postgresql://user:PASSWORD@h/n"}, "database must have no password"),
+        ({"database": "postgresql://h:5432/n?user=u&password=PASSWORD"}, "database must have no password"),
         ({"nodes": 0}, "minimum: got 0, want 1"),
         ({"model": "model"}, "does not match pattern"),
         ({"options": ["kv-cache-dtype=fp8"]}, "does not match pattern"),
@@ -265,6 +282,13 @@ def test_values_that_are_wrong_are_refused(values: dict[str, Any], message: str)
     result = helm_template(values)
     assert result.returncode != 0
     assert message in result.stderr
+    assert "PASSWORD" not in result.stderr
+
+
+@pytest.mark.parametrize("place", ["h/n", "u@h:5432/n", "[::1]:5432/n", "h1:1,h2:2/n?options=-c%20a@b"])
+def test_urls_without_a_password_are_accepted(place: str) -> None:
+    (pod,) = pods(render(database=f"postgres://{place}"))
+    assert f"--database=postgres://{place}" in container_of(pod)["args"]
 
 
 def test_the_chart_has_this_version_and_the_defaults_of_the_server() -> None:

@@ -12,6 +12,11 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 
 {{- /* Values that do not go together, each refused in one sentence. */}}
 {{- define "fp8serve.check" -}}
+{{- range list "name" "instance" "component" }}
+{{- $label := printf "app.kubernetes.io/%s" . }}
+{{- if hasKey $.Values.labels $label }}{{ fail (printf "labels must not have %s, by which the chart selects pods." $label) }}{{ end }}
+{{- end }}
+{{- if regexMatch "//[^/@]*:[^/@]*@|password=" .Values.database }}{{ fail "database must have no password, which the pod's arguments would show: put it into the Secret as database-password." }}{{ end }}
 {{- if eq .Values.run "job" }}
 {{- if not .Values.command }}{{ fail "run: job needs command, such as [finetune, /data/model, --data=/data/chats.jsonl, --out=/data/tutor]." }}{{ end }}
 {{- else }}
@@ -47,7 +52,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- if eq .Values.run "kserve" }}
 - {{ printf "--served-model-name=publishers/%s/models/%s" .Release.Namespace .Values.name | quote }} # of its routes by model
 {{- end }}
-- --data-dir={{ ternary "/data/server" "/tmp/server" (eq (include "fp8serve.isStateful" .) "true") }}
+- --data-dir={{ ternary (printf "/data/server/%s" .Release.Name) "/tmp/server" (eq (include "fp8serve.isStateful" .) "true") }}
 - --drain-seconds={{ int .Values.drainSeconds }}
 {{- if not .Values.secret }}
 - --allow-unauthenticated
@@ -75,8 +80,21 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 {{- end }}
 
-{{- /* The environment variables of a pod. */}}
+{{- /* The environment variables of a pod: the chart's, unless the values have one of that name, and theirs. */}}
 {{- define "fp8serve.env" -}}
+{{- $names := list }}
+{{- range .root.Values.env }}{{ $names = append $names .name }}{{ end }}
+{{- range include "fp8serve.chartEnv" . | fromYamlArray }}
+{{- if not (has .name $names) }}
+{{ list . | toYaml }}
+{{- end }}
+{{- end }}
+{{- with .root.Values.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "fp8serve.chartEnv" -}}
 {{- $values := .root.Values }}
 {{- $isJob := eq $values.run "job" }}
 {{- if .ranks }}
@@ -90,9 +108,6 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- if $values.database }}
 - { name: PGPASSWORD, valueFrom: { secretKeyRef: { name: {{ $values.secret | quote }}, key: database-password } } }
 {{- end }}
-{{- end }}
-{{- with $values.env }}
-{{ toYaml . }}
 {{- end }}
 {{- end }}
 
@@ -183,11 +198,15 @@ volumes:
   {{- end }}
 {{- end }}
 
-{{- /* The spec of `fp8serve.pod`, with the fields that the values add. */}}
+{{- /* The spec of `fp8serve.pod`, with the fields, containers and volumes that the values add. */}}
 {{- define "fp8serve.spec" -}}
 {{- $spec := include "fp8serve.pod" . | fromYaml }}
 {{- with $spec.Error }}{{ fail (printf "A value makes a pod that is no YAML: %s." .) }}{{ end }}
-{{- mergeOverwrite $spec .root.Values.pod | toYaml }}
+{{- $pod := .root.Values.pod }}
+{{- range $name := list "containers" "volumes" }}
+{{- $_ := set $spec $name (concat (get $spec $name) (get $pod $name | default list)) }}
+{{- end }}
+{{- mergeOverwrite $spec (omit $pod "containers" "volumes") | toYaml }}
 {{- end }}
 
 {{- /* The pod template of `fp8serve.spec`, with its labels. */}}
