@@ -12,6 +12,7 @@ import yaml
 
 import fp8serve
 from fp8serve.cli import app as command_line
+from fp8serve.cli import main
 from fp8serve.server.settings import KEY_VARIABLE, Settings
 
 from .chart import CHART, HELM, JOB, Manifest, container_of, helm_template, needs_helm, of_kind, pod_templates, render
@@ -219,6 +220,13 @@ def test_a_volume_of_one_node_leaves_it_before_another_pod_mounts_it() -> None:
         assert of_kind(manifests, "PersistentVolumeClaim")["spec"]["accessModes"] == [mode]
         strategy = of_kind(manifests, "Deployment")["spec"].get("strategy")
         assert strategy == ({"type": "Recreate"} if mode == "ReadWriteOnce" else None)
+
+
+def test_a_job_is_not_tried_again_if_its_command_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    rules = of_kind(render(**VARIANTS["job"]), "Job")["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["onExitCodes"]["values"] for rule in rules if rule["action"] == "FailJob"] == [[2]]
+    assert main([*JOB, "--no-such-option"]) == 2
+    assert main(["inspect", "/no/such/model"]) == 1
 
 
 def test_a_rollout_waits_until_a_model_is_loaded() -> None:
