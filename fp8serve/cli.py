@@ -36,6 +36,7 @@ from fp8serve.commands import (  # fmt: skip
     verify,
 )
 from fp8serve.errors import Fp8ServeError
+from fp8serve.processes import end_first_process_at_sigterm
 
 app = typer.Typer(
     name="fp8serve",
@@ -111,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     prepare_environment(args)
+    end_first_process_at_sigterm()
     debug = "--debug" in args
     return run(app, ["--debug"] * debug + [a for a in args if a != "--debug"], "fp8serve", debug, args)
 

@@ -154,6 +154,13 @@ def ends_at_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def end_first_process_at_sigterm() -> None:
+    """Gives SIGTERM its default effect in the first process of a container, where the kernel ignores a signal that has
+    no handler: the process ends at once, and a shell sees status 143. Commands may install other handlers."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+
+
 def pack(head: Head, body: bytes = b"") -> bytes:
     """Returns a frame with a JSON object and bytes."""
     text = json.dumps(head, separators=(",", ":")).encode()

@@ -2,6 +2,7 @@
 interrupted before it has begun ends without a message."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +66,31 @@ def test_a_command_that_is_still_importing_dies_by_the_signal(tmp_path: Path) ->
     command = [sys.executable, "-m", "fp8serve", "serve", "nowhere"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
     assert (process.returncode, process.stdout, process.stderr) == (-signal.SIGTERM, "", "")
+
+
+COMMAND_SIGNAL = """
+import signal, sys
+from fp8serve import cli
+cli.run = lambda *_: signal.raise_signal(signal.SIGTERM) or 0
+sys.exit(cli.main(["merge"]))
+"""
+NEW_NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+
+
+def test_sigterm_ends_a_command_that_does_not_handle_it() -> None:
+    process = subprocess.run([sys.executable, "-c", COMMAND_SIGNAL], timeout=PATIENCE, check=False)
+    assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*NEW_NAMESPACE, "true"], capture_output=True).returncode != 0,
+    reason="this machine makes no process namespaces",
+)
+def test_sigterm_ends_a_command_that_is_the_first_process_of_a_container() -> None:
+    """The kernel ignores signals without a handler there."""
+    command = [*NEW_NAMESPACE, sys.executable, "-c", COMMAND_SIGNAL]
+    process = subprocess.run(command, timeout=PATIENCE, check=False)
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 SHIELD = """

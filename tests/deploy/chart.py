@@ -26,15 +26,15 @@ needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed (mak
 Manifest = dict[str, Any]
 
 
-def helm_template(values: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
+def helm_template(values: Mapping[str, Any], release: str = RELEASE) -> subprocess.CompletedProcess[str]:
     """Runs `helm template` with these values."""
-    command = [str(HELM), "template", RELEASE, str(CHART), "--values", "-"]
+    command = [str(HELM), "template", release, str(CHART), "--values", "-"]
     return subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, check=False)
 
 
-def render(**values: Any) -> list[Manifest]:
+def render(release: str = RELEASE, **values: Any) -> list[Manifest]:
     """Returns the manifests of a release with these values."""
-    result = helm_template(values)
+    result = helm_template(values, release)
     assert result.returncode == 0, result.stderr
     return [document for document in yaml.safe_load_all(result.stdout) if document]
 

@@ -1,6 +1,8 @@
 """The manifests of the chart agree with each other and with the programs that they start."""
 
 import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +12,13 @@ import yaml
 
 import fp8serve
 from fp8serve.cli import app as command_line
+from fp8serve.cli import main
 from fp8serve.server.settings import KEY_VARIABLE, Settings
 
-from .chart import CHART, JOB, ROOT, Manifest, container_of, helm_template, needs_helm, of_kind, pod_templates, render
+from .chart import CHART, HELM, JOB, Manifest, container_of, helm_template, needs_helm, of_kind, pod_templates, render
 
 pytestmark = needs_helm
+PAGE, KEEP = CHART.parents[2] / "docs/kubernetes.md", "--reset-then-reuse-values"
 DATABASE = "postgresql://fp8serve@db.internal/fp8serve"
 VARIANTS: dict[str, dict[str, Any]] = {
     "server": {},
@@ -117,7 +121,8 @@ def test_probes_services_and_pools_reach_the_server(variant: str) -> None:
     probes = {name: container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert {(probe["port"], probe["scheme"]) for probe in probes.values()} == {(8000, "HTTP")}
     assert {probe["path"] for probe in probes.values()} <= routes()
-    assert probes["livenessProbe"]["path"] == "/health/live"
+    # A server that loads, or whose job pauses it, is not ready, and must not be ended for that.
+    assert probes["startupProbe"]["path"] == probes["livenessProbe"]["path"] == "/health/live"
     assert probes["readinessProbe"]["path"] == "/health/ready"
     for worker in others:
         assert not {"ports", *probes} & set(container_of(worker))
@@ -140,7 +145,7 @@ def test_probes_services_and_pools_reach_the_server(variant: str) -> None:
 
 @every_variant
 def test_a_pod_ends_within_its_grace_period(variant: str) -> None:
-    for pod in pods(render(**VARIANTS[variant] | {"drainSeconds": 90})):
+    for pod in pods(render(**VARIANTS[variant] | {"drainSeconds": 1_000_000})):
         container = container_of(pod)
         grace = pod["spec"]["terminationGracePeriodSeconds"]
         is_server = container["args"][0] == "serve"
@@ -148,7 +153,7 @@ def test_a_pod_ends_within_its_grace_period(variant: str) -> None:
         drain = next((int(w.partition("=")[2]) for w in container["args"] if w.startswith("--drain-seconds")), 600)
         variables = {entry["name"]: entry.get("value") for entry in container.get("env", ())}
         torchrun = int(variables.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", drain))
-        assert drain in (90, 600)
+        assert drain in (1_000_000, 600)
         assert drain <= torchrun < grace - 5 * is_server
         assert (torchrun > drain) == (container["command"][0] == "torchrun")
 
@@ -187,19 +192,87 @@ def test_values_add_labels_fields_and_variables() -> None:
     assert kserve["spec"]["model"]["uri"] == "pvc://fp8serve/model"
 
 
+@every_variant
+def test_values_add_volumes_and_containers_and_replace_variables(variant: str) -> None:
+    values = VARIANTS[variant]
+    extra = {"volumes": [{"name": "cache", "emptyDir": {}}], "containers": [{"name": "proxy", "image": "proxy"}]}
+    for before, after in zip(pods(render(**values)), pods(render(**values | {"pod": extra})), strict=True):
+        for name, entries in extra.items():
+            assert after["spec"][name] == before["spec"][name] + entries
+    env = [{"name": name, "value": "mine"} for name in sorted(VARIABLES)]
+    for pod in pods(render(**values | {"env": env})):
+        assert container_of(pod)["env"] == env
+
+
 def test_a_server_keeps_jobs_on_the_volume_and_nothing_otherwise() -> None:
     """Pods of one Deployment may share a data directory only with a database."""
-    for variant, directory in (("server", "/tmp/server"), ("trains", "/data/server"), ("replicas", "/data/server")):
+    shared = "/data/server/chat"  # two releases may have one claim
+    for variant, directory in (("server", "/tmp/server"), ("trains", shared), ("replicas", shared)):
         manifests = render(**VARIANTS[variant])
         assert f"--data-dir={directory}" in container_of(pods(manifests)[0])["args"]
         strategy = of_kind(manifests, "Deployment")["spec"].get("strategy")
         assert strategy == ({"type": "Recreate"} if variant == "trains" else None)
 
 
+def test_a_volume_of_one_node_leaves_it_before_another_pod_mounts_it() -> None:
+    for values, mode in (({}, "ReadWriteMany"), ({"accessMode": "ReadWriteOnce"}, "ReadWriteOnce")):
+        manifests = render(volume={"size": "9Gi"} | values)
+        assert of_kind(manifests, "PersistentVolumeClaim")["spec"]["accessModes"] == [mode]
+        strategy = of_kind(manifests, "Deployment")["spec"].get("strategy")
+        assert strategy == ({"type": "Recreate"} if mode == "ReadWriteOnce" else None)
+
+
+def test_a_job_is_not_tried_again_if_its_command_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    rules = of_kind(render(**VARIANTS["job"]), "Job")["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["onExitCodes"]["values"] for rule in rules if rule["action"] == "FailJob"] == [[2]]
+    assert main([*JOB, "--no-such-option"]) == 2
+    assert main(["inspect", "/no/such/model"]) == 1
+
+
+def test_a_rollout_waits_until_a_model_is_loaded() -> None:
+    deadline = of_kind(render(), "Deployment")["spec"]["progressDeadlineSeconds"]
+    assert deadline > Settings.__dataclass_fields__["load_seconds"].default
+
+
+@pytest.mark.parametrize("run", ["server", "kserve"])
+@pytest.mark.parametrize("text", ["a #2", "a: b", "a: [", "123", "true", '"', "\\n"])
+def test_strings_reach_the_manifests_as_they_are(text: str, run: str) -> None:
+    values = {"run": run, "name": text, "model": f"/data/{text}", "secret": text, "database": f"postgresql://h/{text}"}
+    values |= {"volume": {"claim": text, "storageClass": text, "size": "1"}, "image": text}
+    manifests = render(**values | ({"endpointPicker": text} if run == "server" else {}))
+    (pod,) = pods(manifests)
+    container = container_of(pod)
+    assert container["image"] == text
+    model = f"/data/{text}" if run == "server" else "/mnt/models"
+    assert {model, f"--served-model-name={text}", f"--database=postgresql://h/{text}"} <= set(container["args"])
+    assert {entry["valueFrom"]["secretKeyRef"]["name"] for entry in container["env"]} == {text}
+    assert list(claims(pod["spec"])) == [text]
+    claim = of_kind(manifests, "PersistentVolumeClaim")
+    assert (claim["metadata"]["name"], claim["spec"]["storageClassName"]) == (text, text)
+    if run == "server":
+        assert of_kind(manifests, "InferencePool")["spec"]["endpointPickerRef"]["name"] == text
+    else:
+        model = of_kind(manifests, "LLMInferenceService")["spec"]["model"]
+        assert model == {"name": text, "uri": f"pvc://{text}/{text}"}
+
+
+@pytest.mark.parametrize("variant", ["pool", "nodes", "kserve", "job", "job on nodes"])
+def test_a_release_may_be_named_by_a_number(variant: str) -> None:
+    manifests = render(release="123", **VARIANTS[variant])
+    for manifest in manifests:
+        labels = [manifest["metadata"]["labels"], *(pod["metadata"]["labels"] for pod in pod_templates(manifest))]
+        assert manifest["metadata"]["name"] == "123"
+        assert {label["app.kubernetes.io/instance"] for label in labels if label} == {"123"}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"replica": 2}, "additional properties 'replica' not allowed"),
+        ({"labels": {"app.kubernetes.io/instance": "x"}}, "labels must not have app.kubernetes.io/instance"),
+        ({"labels": {"app.kubernetes.io/component": "x"}}, "labels must not have app.kubernetes.io/component"),
+        ({"database": "postgresql://user:PASSWORD@h/n"}, "database must have no password"),
+        ({"database": "postgresql://h:5432/n?user=u&password=PASSWORD"}, "database must have no password"),
         ({"nodes": 0}, "minimum: got 0, want 1"),
         ({"model": "model"}, "does not match pattern"),
         ({"options": ["kv-cache-dtype=fp8"]}, "does not match pattern"),
@@ -208,6 +281,8 @@ def test_a_server_keeps_jobs_on_the_volume_and_nothing_otherwise() -> None:
         ({"replicas": 2, "trainOn": "share"}, "set database, or replicas to 1."),
         ({"nodes": 2, "trainOn": "share"}, "leave trainOn and database out."),
         ({"nodes": 2, "run": "kserve"}, "run: kserve is for one node"),
+        ({"run": "kserve", "trainOn": "share"}, "set database, or leave trainOn out."),
+        ({"volume": {"accessMode": "ReadOnlyMany"}}, "value must be one of"),
         ({"run": "kserve", "endpointPicker": "epp"}, "leave endpointPicker out."),
     ],
 )
@@ -215,6 +290,13 @@ def test_values_that_are_wrong_are_refused(values: dict[str, Any], message: str)
     result = helm_template(values)
     assert result.returncode != 0
     assert message in result.stderr
+    assert "PASSWORD" not in result.stderr
+
+
+@pytest.mark.parametrize("place", ["h/n", "u@h:5432/n", "[::1]:5432/n", "h1:1,h2:2/n?options=-c%20a@b"])
+def test_urls_without_a_password_are_accepted(place: str) -> None:
+    (pod,) = pods(render(database=f"postgres://{place}"))
+    assert f"--database=postgres://{place}" in container_of(pod)["args"]
 
 
 def test_the_chart_has_this_version_and_the_defaults_of_the_server() -> None:
@@ -225,7 +307,20 @@ def test_the_chart_has_this_version_and_the_defaults_of_the_server() -> None:
     assert (values["drainSeconds"], values["trainOn"]) == tuple(defaults.values())
 
 
+def test_commands_of_the_page_are_valid_and_upgrades_keep_values() -> None:
+    lines = re.sub(r"\\\n", "", PAGE.read_text()).splitlines()
+    commands = [shlex.split(line) for line in lines if re.match(r"helm \w+ \w+ deploy/helm/fp8serve", line)]
+    assert {words[1] for words in commands} == {"install", "upgrade"}
+    for _, action, release, _, *options in commands:
+        assert (KEEP in options) == (action == "upgrade")
+        command = [str(HELM), "template", release, str(CHART), *(word for word in options if word != KEEP)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+    known = subprocess.run([str(HELM), "upgrade", "--help"], capture_output=True, text=True, check=True)
+    assert KEEP in known.stdout
+
+
 def test_the_page_describes_every_value() -> None:
-    page = (ROOT / "docs/kubernetes.md").read_text()
+    page = PAGE.read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert [name for name in values if f"`{name}" not in page] == []

@@ -56,12 +56,12 @@ class Pods:
             return self.client.get(container_of(self.pods[0])[name]["httpGet"]["path"]).is_success
         return False
 
-    def wait_until_started(self) -> None:
-        def is_started() -> bool:
+    def wait_until_ready(self) -> None:
+        def is_ready() -> bool:
             assert not any(process.poll() for process in self.processes), self.log.read_text()
-            return self.probe("startupProbe")
+            return self.probe("readinessProbe")
 
-        until(is_started, "the startup probe")
+        until(is_ready, "the readiness probe")
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         response = self.client.post("/v1/completions", json=body, headers=HEADERS)
@@ -121,8 +121,8 @@ def expected_text(data: Path) -> str:
 
 def test_the_server_of_the_deployment(data: Path, tmp_path: Path) -> None:
     with running(render(**DRAIN), data, tmp_path) as pods:
-        pods.wait_until_started()
-        assert pods.probe("readinessProbe")
+        pods.wait_until_ready()
+        assert pods.probe("startupProbe")
         assert pods.probe("livenessProbe")
         assert pods.client.get("/v1/models").status_code == 401
         assert pods.client.get("/metrics").status_code == 401
@@ -134,7 +134,7 @@ def test_the_server_of_the_deployment(data: Path, tmp_path: Path) -> None:
 
 def test_ranks_on_two_nodes(data: Path, tmp_path: Path) -> None:
     with running(render(nodes=2, **DRAIN), data, tmp_path, 2) as pods:
-        pods.wait_until_started()
+        pods.wait_until_ready()
         assert pods.complete(GREEDY)["choices"][0]["text"] == expected_text(data)
         assert pods.client.get("/info", headers=HEADERS).json()["engine"]["tensor_parallel"] == 2
         stream_through_a_drain(pods, 500)
@@ -143,14 +143,14 @@ def test_ranks_on_two_nodes(data: Path, tmp_path: Path) -> None:
 def test_a_lost_worker_makes_the_leader_unready(data: Path, tmp_path: Path) -> None:
     """The end of a container makes LeaderWorkerSet start all pods of the group again."""
     with running(render(nodes=2), data, tmp_path, 2) as pods:
-        pods.wait_until_started()
+        pods.wait_until_ready()
         kill(pods.processes[1])
         until(lambda: not pods.probe("readinessProbe"), "the loss")
 
 
 def test_the_server_of_kserve(data: Path, tmp_path: Path) -> None:
     with running(render(run="kserve"), data, tmp_path) as pods:
-        pods.wait_until_started()
+        pods.wait_until_ready()
         assert pods.client.get("/v1/models").status_code == 401
         pods.complete(GREEDY | {"model": "model"})
         metrics = pods.client.get("/metrics").text  # the endpoint picker sends no key

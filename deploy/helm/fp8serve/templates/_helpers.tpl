@@ -1,6 +1,6 @@
 {{- define "fp8serve.selector" -}}
 app.kubernetes.io/name: fp8serve
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "fp8serve.labels" -}}
@@ -12,15 +12,21 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- /* Values that do not go together, each refused in one sentence. */}}
 {{- define "fp8serve.check" -}}
+{{- range list "name" "instance" "component" }}
+{{- $label := printf "app.kubernetes.io/%s" . }}
+{{- if hasKey $.Values.labels $label }}{{ fail (printf "labels must not have %s, by which the chart selects pods." $label) }}{{ end }}
+{{- end }}
+{{- if regexMatch "//[^/@]*:[^/@]*@|password=" .Values.database }}{{ fail "database must have no password, which the pod's arguments would show: put it into the Secret as database-password." }}{{ end }}
 {{- if eq .Values.run "job" }}
 {{- if not .Values.command }}{{ fail "run: job needs command, such as [finetune, /data/model, --data=/data/chats.jsonl, --out=/data/tutor]." }}{{ end }}
 {{- else }}
 {{- if .Values.command }}{{ fail (printf "command is for run: job, and run is %s." .Values.run) }}{{ end }}
-{{- if and (ne .Values.trainOn "refuse") (gt (int .Values.replicas) 1) (not .Values.database) }}{{ fail "Several replicas that run fine-tune jobs share them in a database: set database, or replicas to 1." }}{{ end }}
+{{- if and (include "fp8serve.usesSqlite" .) (gt (int .Values.replicas) 1) }}{{ fail "Several replicas that run fine-tune jobs share them in a database: set database, or replicas to 1." }}{{ end }}
 {{- if gt (int .Values.nodes) 1 }}
 {{- if include "fp8serve.isStateful" . }}{{ fail "A server on several nodes serves the weights that it started with: leave trainOn and database out." }}{{ end }}
 {{- if eq .Values.run "kserve" }}{{ fail "run: kserve is for one node; run: server divides a model among several." }}{{ end }}
 {{- end }}
+{{- if and (eq .Values.run "kserve") (include "fp8serve.usesSqlite" .) }}{{ fail "KServe starts a new server before it stops the old one, and they share jobs in a database only: set database, or leave trainOn out." }}{{ end }}
 {{- if and (eq .Values.run "kserve") .Values.endpointPicker }}{{ fail "KServe makes its own InferencePool: leave endpointPicker out." }}{{ end }}
 {{- end }}
 {{- end }}
@@ -30,19 +36,24 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- if or .Values.database (ne .Values.trainOn "refuse") }}true{{ end }}
 {{- end }}
 
+{{- /* Not empty if its jobs are in an SQLite file, which one server at a time can use. */}}
+{{- define "fp8serve.usesSqlite" -}}
+{{- if and (ne .Values.trainOn "refuse") (not .Values.database) }}true{{ end }}
+{{- end }}
+
 {{- /* The arguments of fp8serve for a server. */}}
 {{- define "fp8serve.serve" -}}
 {{- $ranks := mul .Values.nodes (max .Values.gpus 1) -}}
 - serve
-- {{ ternary "/mnt/models" .Values.model (eq .Values.run "kserve") }}
+- {{ ternary "/mnt/models" .Values.model (eq .Values.run "kserve") | quote }}
 - --host=0.0.0.0
 - --port=8000
-- --served-model-name={{ .Values.name }}
+- {{ printf "--served-model-name=%s" .Values.name | quote }}
 {{- if eq .Values.run "kserve" }}
-- --served-model-name=publishers/{{ .Release.Namespace }}/models/{{ .Values.name }} # of its routes by model
+- {{ printf "--served-model-name=publishers/%s/models/%s" .Release.Namespace .Values.name | quote }} # of its routes by model
 {{- end }}
-- --data-dir={{ ternary "/data/server" "/tmp/server" (eq (include "fp8serve.isStateful" .) "true") }}
-- --drain-seconds={{ .Values.drainSeconds }}
+- --data-dir={{ ternary (printf "/data/server/%s" .Release.Name) "/tmp/server" (eq (include "fp8serve.isStateful" .) "true") }}
+- --drain-seconds={{ int .Values.drainSeconds }}
 {{- if not .Values.secret }}
 - --allow-unauthenticated
 {{- end }}
@@ -56,7 +67,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 - --train-on={{ .Values.trainOn }}
 {{- end }}
 {{- with .Values.database }}
-- --database={{ . }}
+- {{ printf "--database=%s" . | quote }}
 {{- end }}
 {{- if or .Values.endpointPicker (eq .Values.run "kserve") }}
 - --vllm-metrics
@@ -69,8 +80,21 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- end }}
 
-{{- /* The environment variables of a pod. */}}
+{{- /* The environment variables of a pod: the chart's, unless the values have one of that name, and theirs. */}}
 {{- define "fp8serve.env" -}}
+{{- $names := list }}
+{{- range .root.Values.env }}{{ $names = append $names .name }}{{ end }}
+{{- range include "fp8serve.chartEnv" . | fromYamlArray }}
+{{- if not (has .name $names) }}
+{{ list . | toYaml }}
+{{- end }}
+{{- end }}
+{{- with .root.Values.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "fp8serve.chartEnv" -}}
 {{- $values := .root.Values }}
 {{- $isJob := eq $values.run "job" }}
 {{- if .ranks }}
@@ -80,19 +104,16 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- end }}
 {{- if and $values.secret (not $isJob) }}
-- { name: FP8SERVE_API_KEY, valueFrom: { secretKeyRef: { name: {{ $values.secret }}, key: api-key } } }
+- { name: FP8SERVE_API_KEY, valueFrom: { secretKeyRef: { name: {{ $values.secret | quote }}, key: api-key } } }
 {{- if $values.database }}
-- { name: PGPASSWORD, valueFrom: { secretKeyRef: { name: {{ $values.secret }}, key: database-password } } }
+- { name: PGPASSWORD, valueFrom: { secretKeyRef: { name: {{ $values.secret | quote }}, key: database-password } } }
 {{- end }}
-{{- end }}
-{{- with $values.env }}
-{{ toYaml . }}
 {{- end }}
 {{- end }}
 
 {{- /* Seconds that a pod may take to end: the drain of a server, or a step of training and its checkpoint. */}}
 {{- define "fp8serve.seconds" -}}
-{{- ternary 600 .Values.drainSeconds (eq .Values.run "job") }}
+{{- ternary 600 (int .Values.drainSeconds) (eq .Values.run "job") }}
 {{- end }}
 
 {{- /* A pod's spec. fp8serve runs `arguments`; `answers` says that it listens. If `ranks` is set, torchrun starts a process
@@ -115,7 +136,7 @@ securityContext:
   seccompProfile: { type: RuntimeDefault }
 containers:
   - name: {{ ternary "main" "fp8serve" (eq $values.run "kserve") }}
-    image: {{ $values.image }}
+    image: {{ $values.image | quote }}
     {{- if not .ranks }}
     command: [fp8serve]
     {{- else if .leader }}
@@ -123,7 +144,7 @@ containers:
       - torchrun
       - --nnodes={{ $values.nodes }}
       - --node-rank={{ .rank }}
-      - --master-addr={{ .leader }}
+      - {{ printf "--master-addr=%s" .leader | quote }}
       - --master-port=29400
       - --nproc-per-node={{ max $values.gpus 1 }}
       - -m
@@ -143,8 +164,8 @@ containers:
     {{- end }}
     {{- if .answers }}
     ports: [{ name: http, containerPort: 8000, protocol: TCP }]
-    startupProbe: # as long as --load-seconds
-      httpGet: { path: /health/ready, port: 8000, scheme: HTTP }
+    startupProbe: # until it listens; ranks first wait for the pods of all nodes
+      httpGet: { path: /health/live, port: 8000, scheme: HTTP }
       periodSeconds: 5
       failureThreshold: 360
     readinessProbe:
@@ -170,19 +191,30 @@ containers:
       - { name: shm, mountPath: /dev/shm }
       {{- end }}
 volumes:
-  - { name: data, persistentVolumeClaim: { claimName: {{ $values.volume.claim }} } }
+  - { name: data, persistentVolumeClaim: { claimName: {{ $values.volume.claim | quote }} } }
   - { name: tmp, emptyDir: {} }
   {{- if gt (int $values.gpus) 1 }}
   - { name: shm, emptyDir: { medium: Memory } } # of NCCL, between the GPUs of a pod
   {{- end }}
 {{- end }}
 
-{{- /* The pod template of `fp8serve.pod`, with the labels and the fields that the values add. */}}
+{{- /* The spec of `fp8serve.pod`, with the fields, containers and volumes that the values add. */}}
+{{- define "fp8serve.spec" -}}
+{{- $spec := include "fp8serve.pod" . | fromYaml }}
+{{- with $spec.Error }}{{ fail (printf "A value makes a pod that is no YAML: %s." .) }}{{ end }}
+{{- $pod := .root.Values.pod }}
+{{- range $name := list "containers" "volumes" }}
+{{- $_ := set $spec $name (concat (get $spec $name) (get $pod $name | default list)) }}
+{{- end }}
+{{- mergeOverwrite $spec (omit $pod "containers" "volumes") | toYaml }}
+{{- end }}
+
+{{- /* The pod template of `fp8serve.spec`, with its labels. */}}
 {{- define "fp8serve.template" -}}
 metadata:
   labels:
     {{- include "fp8serve.labels" .root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
 spec:
-  {{- mergeOverwrite (include "fp8serve.pod" . | fromYaml) .root.Values.pod | toYaml | nindent 2 }}
+  {{- include "fp8serve.spec" . | nindent 2 }}
 {{- end }}
