@@ -341,6 +341,28 @@ def test_bad_arguments_are_a_sentence(model: Path, tmp_path: Path) -> None:
         assert line.startswith(sentence)
 
 
+SHUTDOWN = """
+import os
+import dynamo.common.backend
+from fp8serve.integrations.dynamo.__main__ import main
+class Worker:
+    def __init__(self, engine, config):
+        pass
+    async def run(self):
+        print(os.environ["DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"])
+dynamo.common.backend.Worker = Worker
+main()
+"""
+
+
+def test_dynamo_ends_a_worker_only_after_its_drain(model: Path, tmp_path: Path) -> None:
+    arguments = ("-c", SHUTDOWN, model, "--drain-seconds", 99.5)
+    long = Program(tmp_path, "long", *arguments)
+    chosen = Program(tmp_path, "chosen", *arguments, DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT="7")
+    assert [program.popen.wait(PATIENCE) for program in (long, chosen)] == [0, 0]
+    assert [program.log.read_text() for program in (long, chosen)] == ["115\n", "7\n"]
+
+
 def test_a_worker_that_cannot_start_ends_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     missing = Program(tmp_path, "missing", *WORKER, "no-such-directory")
