@@ -22,7 +22,7 @@ from typing import Any
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.metrics import register_engine_registry
-from dynamo.common.backend.publisher import PushSource
+from dynamo.common.backend.publisher import ComponentSnapshot, PushSource
 from dynamo.common.utils.token_ids import token_ids_to_list
 from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
@@ -78,7 +78,7 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc,unused-ignore]
             self.problem = error
             raise
         self._connect_metrics(model)
-        self._reports = CacheReports(model)
+        self._reports = CacheReports(model, ComponentSnapshot)
         self._tasks = [asyncio.create_task(EngineSupervisor(model).watch()), asyncio.create_task(self._reports.run())]
         limits, info = served.engine.limits, served.engine.info
         return EngineConfig(
