@@ -1,4 +1,4 @@
-"""What the router knows of a worker's prefix cache is what the engine holds, also after an engine or a report failed."""
+"""The router knows the blocks that the engine holds, also after an engine or a report has failed."""
 
 import asyncio
 import contextlib
@@ -47,9 +47,8 @@ class Router:
 class Model:
     """A served model with one engine at a time."""
 
-    stats: dict[str, Any] = {}
-
     def __init__(self, engine: Engine) -> None:
+        self.stats: dict[str, Any] = {}
         self.serve(engine)
 
     def serve(self, engine: Engine) -> None:
