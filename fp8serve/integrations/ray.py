@@ -123,7 +123,7 @@ class Replica:
         if self._watch is None:
             await self._wait_until_loaded()
             self._watch = asyncio.create_task(self._end_with_engine())
-        if self._watch.done():
+        if self._watch.done() or self._state.draining.is_set():
             raise MachineError("The engine process died, and this replica ends.")
         for name, stats in self._state.models.stats().items():
             for key in self._gauges.keys() & stats.keys():

@@ -1,5 +1,6 @@
 """Ray Serve with real replicas, asked through Ray's proxy by the `openai` client, and fine-tunes as Ray jobs."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -153,9 +155,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"model": ".", "max_num_seqs": "0"}, "max_num_seqs must be at least 1, not 0."),
         ({"model": ".", "train_on": "share"}, "train_on needs database"),
         ({"model": ".", "adapters": "tutor"}, "--adapter must be NAME=DIR"),
+        ({"model": ".", "adapters": None}, "adapters must be a text or a list of texts, not null."),
+        ({"model": ".", "served_model_name": 5}, "served_model_name must be a text or a list of texts, not 5."),
+        ({"model": ".", "limits": {"queue": 9}}, "limits must be a text or a list of texts, not {'queue': 9}."),
+        ({"model": 5}, "model must be a path, not 5."),
+        ({"model": ".", "api_key_file": 5}, "api_key_file must be a path, not 5."),
     ],
 )
-def test_a_wrong_argument_is_a_sentence(arguments: dict[str, str], sentence: str) -> None:
+def test_a_wrong_argument_is_a_sentence(arguments: dict[str, Any], sentence: str) -> None:
     import click
 
     from fp8serve.integrations.ray import app
