@@ -22,7 +22,7 @@ import psutil
 import pytest
 from starlette.responses import PlainTextResponse
 
-from fp8serve.errors import RequestError
+from fp8serve.errors import MachineError, RequestError
 from fp8serve.running import open_listener
 from tests.patience import PATIENCE, until
 from tests.tiny import CHATS, SENTENCES, write_tiny_model
@@ -186,6 +186,26 @@ def test_texts_and_values_are_the_same_arguments(tmp_path: Path) -> None:
     assert (settings.limits.queue, settings.threads, settings.device) == (9, 2, "cpu")
     with pytest.raises(RequestError, match="unknown limit"):
         settings_of({"model": model, "limits": "queues=9"}, ReplicaOptions())
+
+
+async def test_a_replica_whose_engine_died_gets_no_more_requests() -> None:
+    """Its other models may need a while to answer the requests in flight."""
+    from fp8serve.integrations.ray import Replica
+
+    models = {name: SimpleNamespace(state="ready") for name in ("first", "second")}
+    draining = asyncio.Event()
+    state = SimpleNamespace(
+        models=SimpleNamespace(models=models, stats=dict), draining=draining,
+        begin_drain=draining.set, finish_drain=lambda: False,
+    )  # fmt: skip
+    replica: Any = SimpleNamespace(_state=state, _gauges={})
+    replica._watch = asyncio.create_task(Replica._end_with_engine(replica))
+    await Replica.check_health(replica)
+    models["second"].state = "restarting"
+    await draining.wait()
+    with pytest.raises(MachineError, match="engine process died"):
+        await Replica.check_health(replica)
+    replica._watch.cancel()
 
 
 def test_gpus_of_a_replica(tmp_path: Path) -> None:
