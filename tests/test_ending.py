@@ -52,6 +52,30 @@ def test_ends_at_signals_exits_at_once_with_status_0(number: int) -> None:
     assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 
+LOST_CLIENT = """
+import contextlib, socket, sys, threading
+from fp8serve.engine.worker import Connection
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("socket")
+listener.listen()
+connection = Connection("socket")
+connection.is_loading = sys.argv[1] == "loading"
+with contextlib.closing(listener.accept()[0]):
+    pass
+assert connection.inbox.get() == {"op": "close"}
+if connection.is_loading:
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(("phase", "status"), [("loading", 1), ("loaded", 0)])
+def test_an_engine_that_loads_ends_with_its_client(phase: str, status: int, tmp_path: Path) -> None:
+    """Once it is loaded, it first ends its requests."""
+    command = [sys.executable, "-c", LOST_CLIENT, phase]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (process.returncode, process.stderr) == (status, "")
+
+
 IMPORT_SIGNAL = """
 import signal
 signal.raise_signal(signal.SIGTERM)

@@ -26,6 +26,7 @@ ALLOWED = {
         "model",
         "errors",
         "options",
+        "processes",
         "hub",
         "cli",
     },

@@ -214,7 +214,7 @@ class Engine:
         self.scheduler.pool.reset_prefix_cache()
 
     def pop_block_changes(self) -> list[tuple[str, str | None, Items[int], str]]:
-        """Calls `BlockPool.pop_changes`, and returns hashes as hexadecimal digits."""
+        """Calls `BlockPool.pop_changes`, and returns hashes as hexadecimal digits: "" in ALL_REMOVED."""
         return [
             (key.hex(), None if previous is None else previous.hex(), tokens, tenant)
             for key, previous, tokens, tenant in self.scheduler.pool.pop_changes()

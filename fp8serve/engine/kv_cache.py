@@ -30,7 +30,9 @@ from fp8serve.engine.sequence import Sequence
 HASH_BYTES = 16
 BlockChange = tuple[bytes, bytes | None, Items[int], str]
 """The hash of a block; and, if it was added to the prefix cache, the previous block's hash, its tokens and its tenant.
-If it was removed, they are None, () and ""."""
+If it was removed, they are None, () and "". ALL_REMOVED has no hash."""
+ALL_REMOVED: BlockChange = (b"", None, (), "")
+MAX_POPPED = 2048  # changes that one call of `pop_changes` returns
 
 
 class BlockPool:
@@ -46,6 +48,7 @@ class BlockPool:
         self._in_progress: dict[bytes, Sequence] = {}  # hash of a block that is not yet full -> sequence computing it
         self._restored: set[int] = set()  # blocks whose contents were read from a file
         self._changes: list[BlockChange] | None = None  # of the prefix cache; None until `pop_changes` was called
+        self._unrecorded: set[bytes] = set()  # hashes of cached blocks that `_changes` has not had
         self._num_draft_computed = [0] * num_blocks  # block -> tokens that the draft model has computed
 
     @property
@@ -66,6 +69,7 @@ class BlockPool:
         num_new = self._blocks_for(len(seq.token_ids)) - len(shared)
         for block in shared:
             self._add_reference(block)
+        self._record(seq, len(shared))
         seq.block_table = shared + [self._allocate_block() for _ in range(num_new)]
         seq.num_computed = seq.num_launched = len(shared) * self.block_size
         num_full = len(seq.token_ids) // self.block_size
@@ -108,10 +112,9 @@ class BlockPool:
                 self._cached[key] = block
                 self._hashes[block] = key
                 if self._changes is not None:
-                    tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
-                    previous = seq.block_hashes[index - 1] if index else None
-                    self._changes.append((key, previous, tokens, seq.request.tenant))
+                    self._unrecorded.add(key)
             self._end_progress(seq, key)
+        self._record(seq, num_full)
 
     def release(self, seq: Sequence) -> None:
         """Frees all blocks of `seq`. Its cached blocks stay in the prefix cache until they are evicted, last block
@@ -159,15 +162,20 @@ class BlockPool:
     def reset_prefix_cache(self) -> None:
         """Removes all blocks from the prefix cache, because the weights have changed. No block may be in use."""
         if self._changes is not None:
-            self._changes += [(key, None, (), "") for key in self._cached]
+            self._changes = [ALL_REMOVED]
+        self._unrecorded.clear()
         self._cached.clear()
         self._in_progress.clear()
         self._restored.clear()
         self._hashes = [None] * self.num_blocks
 
     def pop_changes(self) -> list[BlockChange]:
-        """Returns how the prefix cache has changed since the last call, in order. The first call begins to record."""
-        changes, self._changes = self._changes or [], []
+        """Returns how the prefix cache has changed, in order; changes after MAX_POPPED are left for the next call. The
+        first call begins to record. A block that was cached before, for example one of a file, is recorded when a
+        sequence shares it, because then its tokens are known."""
+        if self._changes is None:
+            self._changes, self._unrecorded = [], set(self._cached)
+        changes, self._changes = self._changes[:MAX_POPPED], self._changes[MAX_POPPED:]
         return changes
 
     def num_restored_tokens(self, seq: Sequence) -> int:
@@ -210,13 +218,32 @@ class BlockPool:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def _record(self, seq: Sequence, end: int) -> None:
+        """Records the cached blocks of `seq` before block `end` that are not recorded yet. A block is recorded after
+        the previous one, so recorded blocks never follow one that is not. If too many changes are not popped, forgets
+        them and records that all blocks were removed."""
+        if self._changes is None:
+            return
+        start = end
+        while start and seq.block_hashes[start - 1] in self._unrecorded:
+            start -= 1
+        for index in range(start, end):
+            key, previous = seq.block_hashes[index], seq.block_hashes[index - 1] if index else None
+            tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            self._unrecorded.discard(key)
+            self._changes.append((key, previous, tokens, seq.request.tenant))
+        if len(self._changes) > 2 * self.num_blocks + MAX_POPPED:
+            self._changes, self._unrecorded = [ALL_REMOVED], set(self._cached)
+
     def _allocate_block(self) -> int:
         """Returns the least recently used free block, after it was removed from the prefix cache."""
         block, _ = self._free.popitem(last=False)
         if (key := self._hashes[block]) is not None:
             del self._cached[key]
             self._hashes[block] = None
-            if self._changes is not None:
+            if key in self._unrecorded:
+                self._unrecorded.discard(key)
+            elif self._changes is not None:
                 self._changes.append((key, None, (), ""))
         self._restored.discard(block)
         self._num_draft_computed[block] = 0

@@ -82,12 +82,14 @@ Message = dict[str, Any]
 
 
 class Connection:
-    """The connection to the client. Any thread may send messages; a background thread reads commands into `inbox`."""
+    """The connection to the client. Any thread may send messages; a background thread reads commands into `inbox`. If
+    the client is lost before an engine is loaded, that thread ends this process."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         self._send_lock = threading.Lock()
+        self.is_loading = True  # whether the main thread does not read the inbox yet
         self.inbox: SimpleQueue[Message] = SimpleQueue()  # reentrant, because a signal handler calls put
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -107,6 +109,8 @@ class Connection:
                     self.inbox.put(json.loads(line) | {"arrived": time.monotonic()})
         finally:
             self.inbox.put({"op": "close"})
+            if self.is_loading:
+                end_process(1)
 
 
 class Worker:
@@ -368,6 +372,7 @@ def serve(
     engine = _load(connection, model, options)
     if engine is None:
         return 1
+    connection.is_loading = False
     worker = Worker(connection, engine)
     heartbeat.step_seconds = lambda: worker.step_seconds
     signal.signal(signal.SIGTERM, lambda *_: connection.inbox.put({"op": "drain", "deadline": math.inf}))

@@ -123,7 +123,7 @@ class Replica:
         if self._watch is None:
             await self._wait_until_loaded()
             self._watch = asyncio.create_task(self._end_with_engine())
-        if self._watch.done():
+        if self._watch.done() or self._state.draining.is_set():
             raise MachineError("The engine process died, and this replica ends.")
         for name, stats in self._state.models.stats().items():
             for key in self._gauges.keys() & stats.keys():
@@ -220,6 +220,9 @@ def settings_of(values: Mapping[str, Any], replicas: ReplicaOptions) -> Settings
     is not there."""
     if not ({"model", "models"} & set(values)):
         raise RequestError("Name a model: model=DIR.")
+    for key in ("model", "api_key_file"):
+        if not isinstance(path := values.get(key), str | os.PathLike | None):
+            raise RequestError(f"{key} must be a path, not {shown(path)}.")
     if name := next((name for name in OF_JOBS if name in values and "database" not in values), None):
         raise RequestError(
             f"{name} needs database, because each request may reach another replica; run fine-tunes as Ray jobs, or "
@@ -228,7 +231,7 @@ def settings_of(values: Mapping[str, Any], replicas: ReplicaOptions) -> Settings
     options = _convert(Settings, values)
     options |= models_of(values.get("model"), options)
     options["adapters"] = tuple(NamedAdapter.parse(text) for text in options.get("adapters", ()))
-    options["limits"] = limits_of(_words(values.get("limits", ())))
+    options["limits"] = limits_of(_words("limits", values.get("limits", ())))
     if options.get("allow_unauthenticated"):
         options["host"] = "0.0.0.0"  # Ray's proxy listens; the address decides which clients this server trusts
     settings = Settings(**options)
@@ -259,12 +262,16 @@ def _convert(cls: type, args: Mapping[str, Any]) -> dict[str, Any]:
             continue
         value, kind = args[name], option.about.narrowed or option.value_type
         if any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
-            value = _words(value)
+            value = _words(name, value)
         with contextlib.suppress(ValidationError):  # `check` of the dataclass explains what is wrong
             value = TypeAdapter(kind).validate_python(value)
         converted[name] = value
     return converted
 
 
-def _words(value: Any) -> tuple[str, ...]:
-    return tuple(value.split()) if isinstance(value, str) else tuple(value)
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    """Returns the texts of an argument that is a list. Raises RequestError for another value."""
+    words = value.split() if isinstance(value, str) else value
+    if not (isinstance(words, list | tuple) and all(isinstance(word, str) for word in words)):
+        raise RequestError(f"{name} must be a text or a list of texts, not {shown(value)}.")
+    return tuple(words)

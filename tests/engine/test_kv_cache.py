@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8serve.engine.kv_cache import BlockPool
+from fp8serve.engine.kv_cache import ALL_REMOVED, MAX_POPPED, BlockChange, BlockPool
 from fp8serve.engine.request import Request
 from fp8serve.engine.sequence import Sequence
 
@@ -90,7 +90,66 @@ def test_changes_of_the_prefix_cache_are_reported_in_order() -> None:
     assert [key for key, *_ in pool.pop_changes()] == second.block_hashes
     pool.release(second)
     pool.reset_prefix_cache()
-    assert sorted(pool.pop_changes()) == sorted((key, None, (), "") for key in second.block_hashes)
+    assert pool.pop_changes() == [ALL_REMOVED]
+
+
+def test_a_cached_block_without_tokens_is_reported_when_a_sequence_shares_it() -> None:
+    """Blocks of a file, and those that were cached before the first report, come before the blocks that follow them."""
+    pool = BlockPool(4, BLOCK)
+    first, second = sequence(list(range(9)), "me"), sequence(list(range(13)), "me")
+    assert pool.allocate(first)
+    compute(pool, first)
+    pool.release(first)
+    assert pool.pop_changes() == []
+    assert pool.allocate(second)
+    a, b, c = second.block_hashes
+    assert pool.pop_changes() == [(a, None, [0, 1, 2, 3], "me"), (b, a, [4, 5, 6, 7], "me")]
+    compute(pool, second)
+    assert pool.pop_changes() == [(c, b, [8, 9, 10, 11], "me")]
+
+
+def test_a_block_that_was_not_reported_is_not_reported_as_removed() -> None:
+    pool = BlockPool(2, BLOCK)
+    pool.restore([b"one", b"two"])
+    assert pool.pop_changes() == []
+    seq = sequence(list(range(8)))
+    assert pool.allocate(seq)
+    compute(pool, seq)
+    assert [key for key, *_ in pool.pop_changes()] == seq.block_hashes
+
+
+def test_changes_that_nobody_reads_are_forgotten() -> None:
+    """The report then begins anew: a block that is still cached is reported again when a sequence shares it."""
+    pool = BlockPool(4, BLOCK)
+    pool.pop_changes()
+    for number in range(2 * MAX_POPPED):
+        seq = sequence([number] * 13)
+        assert pool.allocate(seq)
+        compute(pool, seq)
+        pool.release(seq)
+    changes = []
+    while part := pool.pop_changes():
+        assert len(part) <= MAX_POPPED
+        changes += part
+    assert changes[0] == ALL_REMOVED
+    assert len(changes) < 2 * MAX_POPPED
+    assert reported(changes) == set(seq.block_hashes)
+
+
+def reported(changes: list[BlockChange]) -> set[bytes]:
+    """Returns the blocks that are cached after some changes. Each is added after its predecessor and removed once."""
+    keys: set[bytes] = set()
+    for change in changes:
+        key, previous, tokens, _ = change
+        if change == ALL_REMOVED:
+            keys.clear()
+        elif tokens:
+            assert key not in keys
+            assert previous is None or previous in keys
+            keys.add(key)
+        else:
+            keys.remove(key)
+    return keys
 
 
 def test_admission_is_all_or_nothing() -> None:
@@ -119,9 +178,13 @@ def test_no_block_is_leaked_or_wrongly_shared(
     pool = BlockPool(num_blocks, block_size)
     live: dict[int, Sequence] = {}
     contents: dict[int, tuple[str, tuple[int, ...]]] = {}
-    for action, which, number in steps:
+    changes: list[BlockChange] = []
+    for count, (action, which, number) in enumerate(steps):
         apply(pool, live, contents, action, which, number)
         check(pool, live, contents)
+        if count >= 5:  # the first blocks are cached before changes are recorded
+            changes += pool.pop_changes()
+            assert reported(changes) == pool._cached.keys() - pool._unrecorded
     for seq in live.values():
         pool.release(seq)
     assert pool.num_free == num_blocks

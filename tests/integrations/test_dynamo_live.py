@@ -301,14 +301,17 @@ def test_the_router_knows_the_prefix_caches(cluster: Cluster) -> None:
 
 
 def test_sigterm_lets_requests_finish(cluster: Cluster) -> None:
+    """A service manager sends the signal to the engine's process, too."""
     workers = [*cluster.workers, cluster.start_worker()]
     with cluster.complete(stream=True, **LONG) as stream:
         parts = iter(stream)
         next(parts)
         (worker,) = [worker for worker in workers if worker.metric(IN_FLIGHT)]
-        worker.popen.send_signal(signal.SIGTERM)
+        for pid in (worker.engine(), worker.popen.pid):
+            os.kill(pid, signal.SIGTERM)
         assert list(parts)[-1].choices[0].finish_reason == "length"
     assert worker.popen.wait(PATIENCE) == 0, worker.log.read_text()
+    assert "is started again" not in worker.log.read_text()
     assert len(cluster.workers) == 1
     assert cluster.complete(max_tokens=1).choices
 
@@ -339,6 +342,52 @@ def test_bad_arguments_are_a_sentence(model: Path, tmp_path: Path) -> None:
     assert program.popen.wait(PATIENCE) == 0
     for line, sentence in zip(program.log.read_text().splitlines(), ARGUMENTS.values(), strict=True):
         assert line.startswith(sentence)
+
+
+SHUTDOWN = """
+import os
+import dynamo.common.backend
+from fp8serve.integrations.dynamo.__main__ import main
+class Worker:
+    def __init__(self, engine, config):
+        pass
+    async def run(self):
+        print(os.environ["DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"])
+dynamo.common.backend.Worker = Worker
+main()
+"""
+
+
+def test_dynamo_ends_a_worker_only_after_its_drain(model: Path, tmp_path: Path) -> None:
+    arguments = ("-c", SHUTDOWN, model, "--drain-seconds", 99.5)
+    long = Program(tmp_path, "long", *arguments)
+    chosen = Program(tmp_path, "chosen", *arguments, DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT="7")
+    assert [program.popen.wait(PATIENCE) for program in (long, chosen)] == [0, 0]
+    assert [program.log.read_text() for program in (long, chosen)] == ["115\n", "7\n"]
+
+
+LOADING = """
+import asyncio, sys
+from fp8serve.integrations.dynamo import engine
+from fp8serve.integrations.dynamo.__main__ import main
+async def launch(source):
+    await (await asyncio.create_subprocess_exec("grep", "SigBlk", "/proc/self/status")).wait()
+    print("loading", flush=True)
+    await asyncio.Event().wait()
+engine.launch = launch
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_loads_ends_at_once(number: signal.Signals, model: Path, tmp_path: Path) -> None:
+    """Its engine does not handle SIGTERM, because it takes requests until the frontend has noticed."""
+    worker = Program(tmp_path, "loading", "-c", LOADING, model)
+    until(lambda: "loading\n" in worker.log.read_text() or worker.popen.poll() is not None, "the load")
+    worker.popen.send_signal(number)
+    assert worker.popen.wait(PATIENCE) == 0, worker.log.read_text()
+    (blocked,) = re.findall(r"SigBlk:\s+(\w+)", worker.log.read_text())
+    assert int(blocked, 16) >> (signal.SIGTERM - 1) & 1
 
 
 def test_a_worker_that_cannot_start_ends_with_a_sentence(tmp_path: Path) -> None:

@@ -86,9 +86,23 @@ def test_the_router_s_part() -> None:
         sampling_params({"token_ids": [1], "routing": {"lora_name": "tutor"}}, 10)
 
 
-def test_parts_for_other_kinds_of_workers_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"does not support images, audio or video \(multi_modal_data\)"):
-        sampling_params({"token_ids": [1], "multi_modal_data": {"image_url": []}}, 10)
+def test_a_long_salt_is_refused() -> None:
+    assert len(cache_salt({"routing": {"cache_salt": "a" * 1024}})) == 1024
+    with pytest.raises(RequestError, match="cache_salt must have at most 1024 characters, not 1025"):
+        cache_salt({"routing": {"cache_salt": "a" * 1025}})
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "subject"),
+    [
+        ("multi_modal_data", {"image_url": []}, "images, audio or video"),
+        ("multi_modal_uuids", {"image_url": ["a"]}, "images, audio or video"),
+        ("prompt_embeds", "AAAA", "embeddings as a prompt"),
+    ],
+)
+def test_parts_for_other_kinds_of_workers_are_refused(part: str, value: object, subject: str) -> None:
+    with pytest.raises(RequestError, match=rf"does not support {subject} \({part}\)"):
+        sampling_params({"token_ids": [1], part: value}, 10)
 
 
 def test_chunks() -> None:

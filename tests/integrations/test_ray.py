@@ -1,5 +1,6 @@
 """Ray Serve with real replicas, asked through Ray's proxy by the `openai` client, and fine-tunes as Ray jobs."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,7 +22,7 @@ import psutil
 import pytest
 from starlette.responses import PlainTextResponse
 
-from fp8serve.errors import RequestError
+from fp8serve.errors import MachineError, RequestError
 from fp8serve.running import open_listener
 from tests.patience import PATIENCE, until
 from tests.tiny import CHATS, SENTENCES, write_tiny_model
@@ -153,9 +155,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"model": ".", "max_num_seqs": "0"}, "max_num_seqs must be at least 1, not 0."),
         ({"model": ".", "train_on": "share"}, "train_on needs database"),
         ({"model": ".", "adapters": "tutor"}, "--adapter must be NAME=DIR"),
+        ({"model": ".", "adapters": None}, "adapters must be a text or a list of texts, not null."),
+        ({"model": ".", "served_model_name": 5}, "served_model_name must be a text or a list of texts, not 5."),
+        ({"model": ".", "limits": {"queue": 9}}, "limits must be a text or a list of texts, not {'queue': 9}."),
+        ({"model": 5}, "model must be a path, not 5."),
+        ({"model": ".", "api_key_file": 5}, "api_key_file must be a path, not 5."),
     ],
 )
-def test_a_wrong_argument_is_a_sentence(arguments: dict[str, str], sentence: str) -> None:
+def test_a_wrong_argument_is_a_sentence(arguments: dict[str, Any], sentence: str) -> None:
     import click
 
     from fp8serve.integrations.ray import app
@@ -179,6 +186,26 @@ def test_texts_and_values_are_the_same_arguments(tmp_path: Path) -> None:
     assert (settings.limits.queue, settings.threads, settings.device) == (9, 2, "cpu")
     with pytest.raises(RequestError, match="unknown limit"):
         settings_of({"model": model, "limits": "queues=9"}, ReplicaOptions())
+
+
+async def test_a_replica_whose_engine_died_gets_no_more_requests() -> None:
+    """Its other models may need a while to answer the requests in flight."""
+    from fp8serve.integrations.ray import Replica
+
+    models = {name: SimpleNamespace(state="ready") for name in ("first", "second")}
+    draining = asyncio.Event()
+    state = SimpleNamespace(
+        models=SimpleNamespace(models=models, stats=dict), draining=draining,
+        begin_drain=draining.set, finish_drain=lambda: False,
+    )  # fmt: skip
+    replica: Any = SimpleNamespace(_state=state, _gauges={})
+    replica._watch = asyncio.create_task(Replica._end_with_engine(replica))
+    await Replica.check_health(replica)
+    models["second"].state = "restarting"
+    await draining.wait()
+    with pytest.raises(MachineError, match="engine process died"):
+        await Replica.check_health(replica)
+    replica._watch.cancel()
 
 
 def test_gpus_of_a_replica(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 import asyncio
 import logging
+import math
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from fp8serve.cli import prepare_environment
 from fp8serve.errors import Fp8ServeError, MachineError, one_line
+
+CLEANUP_SECONDS = 15.0  # that a worker may take to end its engine after `drain_seconds`
 
 
 def main() -> int:
@@ -31,6 +36,10 @@ async def _serve(arguments: Sequence[str]) -> None:
     from fp8serve.integrations.dynamo.engine import DynamoEngine
 
     engine, config = await DynamoEngine.from_args(arguments)
+    seconds = math.ceil(engine.settings.drain_seconds + CLEANUP_SECONDS)  # after which Dynamo ends this process
+    os.environ.setdefault("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", str(seconds))
+    for number in (signal.SIGTERM, signal.SIGINT):  # Dynamo's own handlers call these first handlers, too
+        asyncio.get_running_loop().add_signal_handler(number, engine.end_if_loading)
     try:
         await Worker(engine, config).run()
     except Exception as error:  # of Dynamo, even if `engine.start` has raised one of fp8serve's

@@ -15,6 +15,7 @@ Dynamo's runtime calls all methods on the event loop of this process.
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
@@ -22,16 +23,19 @@ from typing import Any
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.metrics import register_engine_registry
-from dynamo.common.backend.publisher import PushSource
+from dynamo.common.backend.publisher import ComponentSnapshot, PushSource
 from dynamo.common.utils.token_ids import token_ids_to_list
 from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
+from fp8serve.engine.client import EngineClient
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.task import check_generates
 from fp8serve.errors import Fp8ServeError, RequestError
 from fp8serve.integrations.dynamo.cache_reports import RANK, CacheReports
 from fp8serve.integrations.dynamo.options import parse
 from fp8serve.integrations.dynamo.requests import cache_salt, chunk, sampling_params
+from fp8serve.model.text.tokenizer_facts import TokenizerFacts
+from fp8serve.processes import end_process
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.server_state import build_facts, served_facts
@@ -70,7 +74,7 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc,unused-ignore]
         source = WeightSource(BASE, name, settings.model, settings.engine)
         capacity = Capacity(settings.num_seqs, settings.limits.queue, settings.limits.queue_tokens)
         admission = Admission(capacity, self._metrics.for_model(name))
-        self._model = model = ServedModel(name, source, launch, admission, settings.deadlines)
+        self._model = model = ServedModel(name, source, _launch, admission, settings.deadlines)
         model.needs_layer_stats = settings.metrics_per_layer
         try:
             served = await model.start([source])
@@ -78,7 +82,7 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc,unused-ignore]
             self.problem = error
             raise
         self._connect_metrics(model)
-        self._reports = CacheReports(model)
+        self._reports = CacheReports(model, ComponentSnapshot)
         self._tasks = [asyncio.create_task(EngineSupervisor(model).watch()), asyncio.create_task(self._reports.run())]
         limits, info = served.engine.limits, served.engine.info
         return EngineConfig(
@@ -93,6 +97,11 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc,unused-ignore]
                 max_num_batched_tokens=info["max_batch_tokens"],
             ),
         )
+
+    def end_if_loading(self) -> None:
+        """Ends this process, and so its engine's, if the model is not loaded yet: there are no requests to finish."""
+        if self._reports is None:
+            end_process(0)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the tokens of a request as they are generated."""
@@ -159,6 +168,16 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc,unused-ignore]
         sources.ready = lambda: model.ready
         sources.build = build_facts
         sources.served = lambda: {model.name: served_facts(model.current)}
+
+
+async def _launch(source: WeightSource) -> tuple[EngineClient, TokenizerFacts]:
+    """Starts an engine process that ignores SIGTERM. A service manager sends the signal to this process, too, which
+    takes requests until the frontend has noticed, and then ends its engine."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # Dynamo's threads receive it meanwhile
+    try:
+        return await launch(source)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _dynamo_error(error: Fault | RequestError) -> Exception:

@@ -80,7 +80,7 @@ def _properties(option: Option) -> dict[str, Any]:
 def _worker_config(settings: Settings, arguments: argparse.Namespace) -> WorkerConfig:
     config = DynamoRuntimeConfig.from_cli_args(arguments)
     for name, harmless in REFUSED.items():
-        if (value := getattr(config, name)) not in harmless:
+        if (value := getattr(config, name, harmless[0])) not in harmless:
             flag = "--" + name.replace("_", "-")
             raise RequestError(f"{flag} ({value}) has no effect on a worker of fp8serve; leave it out.")
     place = {}

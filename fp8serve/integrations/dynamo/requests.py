@@ -44,11 +44,14 @@ FRONTEND = {
 NOT_SUPPORTED = {
     "prefill_result": "a prefill worker",
     "bootstrap_info": "a prefill worker",
+    "prompt_embeds": "embeddings as a prompt",
     "multi_modal_data": "images, audio or video",
+    "multi_modal_uuids": "images, audio or video",
     "mm_processor_kwargs": "images, audio or video",
     "encoder_result": "images, audio or video",
 }
 """Parts of a request that only other kinds of workers understand, and what they are about."""
+MAX_SALT = 1024
 
 
 def sampling_params(request: Mapping[str, Any], max_model_len: int) -> SamplingParams:
@@ -77,8 +80,12 @@ def sampling_params(request: Mapping[str, Any], max_model_len: int) -> SamplingP
 
 
 def cache_salt(request: Mapping[str, Any]) -> str:
-    """Returns the salt of a request, which shares cached prefixes only with requests of the same salt."""
-    return str((request.get("routing") or {}).get("cache_salt") or "")
+    """Returns the salt of a request, which shares cached prefixes only with requests of the same salt. Raises
+    RequestError if it is too long, because the report of each block has it, too."""
+    salt = str((request.get("routing") or {}).get("cache_salt") or "")
+    if len(salt) > MAX_SALT:
+        raise RequestError(f"cache_salt must have at most {MAX_SALT} characters, not {len(salt)}.")
+    return salt
 
 
 def _options(request: Mapping[str, Any], *groups: str) -> Iterator[tuple[str, Any]]:
