@@ -151,8 +151,8 @@ class ServerState:
 
     async def _load_models(self) -> None:
         default = self.models.default
-        await self.activator.register_activated_adapters(default)
         try:
+            await self.activator.register_activated_adapters(default)
             served = await default.start(await self.activator.sources_of(default.name, default.base_source))
         except Exception as error:
             if isinstance(error, Fault):
