@@ -194,6 +194,8 @@ class ServerState:
                 if fault.code is Code.DRAINING:
                     return
                 log.error("%s is not served: %s", named.name, fault.full_message)
+            except Exception:  # a defect, with which the server would never be ready
+                log.exception("%s is not served", named.name)
 
     def _remove_orphans(self) -> None:
         """Removes job directories and uploads that a crash has left behind and that are not in the database.
