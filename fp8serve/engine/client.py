@@ -82,6 +82,7 @@ class EngineClient:
         self._last_message_time = self._loop.time()
         self._exit_message: str | None = None  # how the engine process ended; None while it runs
         self._kill_reason: str | None = None  # why the connection ended, if the exit status does not say it
+        self.is_draining = False  # whether the process refuses new requests and exits after those that run
         self.step_seconds = 0.0  # the duration of the current step, as of the last heartbeat
         self._read_task = asyncio.create_task(self._read())
 
@@ -395,6 +396,8 @@ class EngineClient:
                 stream.deliver(refusal)
             case "heartbeat":
                 self.step_seconds = message["step_seconds"]
+            case "draining":
+                self.is_draining = True
             case "part" if message["id"] in self._replies:
                 self._partial_replies.setdefault(message["id"], []).extend(message["value"])
             case "reply" if reply := self._replies.get(message["id"]):

@@ -14,7 +14,7 @@ The process connects to the AF_UNIX socket of its client (`client.py`). It reads
           load_adapter {id, name, directory} | unload_adapter {id, name}
           embed {id, inputs, dimensions}
           classify {id, inputs, segments} | forget {id}
-    out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message}
+    out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | draining
           outputs {outputs: [{stream, ...}]} | refused {stream, error, message}
           reply {id, value} | reply {id, error, message} | part {id, value} | a frame of tokens
 
@@ -33,9 +33,10 @@ process from a long step, and a long step from an endless one. Loading and packi
 An engine with `tensor_parallel` has more processes (rank_group.py). If one of them is lost, this process sends
 `failed`, which may also follow `ready`, and exits.
 
-After SIGTERM, the worker refuses new requests, lets running requests finish, and exits with status 0. A service manager
-or torchrun sends the signal to the client, too, which has the deadline: the worker also exits when the client closes
-the connection. SIGINT is ignored, because Ctrl-C reaches the client, too, which then ends the worker.
+After SIGTERM, the worker refuses new requests, lets running requests finish, and exits with status 0. The message
+`draining` tells the client, which may not have got the signal. A service manager or torchrun sends the signal to the
+client, too, which has the deadline: the worker also exits when the client closes the connection. SIGINT is ignored,
+because Ctrl-C reaches the client, too, which then ends the worker.
 """
 
 import argparse
@@ -235,7 +236,7 @@ class Worker:
     def _generate(self, message: Message) -> None:
         try:
             if self._deadline is not None:
-                raise RequestError("The engine is shutting down and takes no new requests.")
+                raise MachineError("The engine is shutting down and takes no new requests.")
             request = Request.from_json(message["request"])
             self._engine.add_request(request, message["arrived"])
             self._streams[request.request_id] = message["stream"]
@@ -302,6 +303,8 @@ class Worker:
 
     def _drain(self, message: Message) -> None:
         deadline = time.monotonic() + message["deadline"]
+        if self._deadline is None:
+            self._connection.send("draining")
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _close(self, message: Message) -> None:

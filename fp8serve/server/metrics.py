@@ -253,9 +253,15 @@ class Metrics:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry(auto_describe=True)
+        self.registry, self._tenant_registry = (
+            CollectorRegistry(auto_describe=True),
+            CollectorRegistry(auto_describe=True),
+        )
         self.sources = ScrapeSources()
-        self.series = {family: family.create(self.registry) for family in families(Metrics)}
+        self.series = {
+            family: family.create(self._tenant_registry if "tenant" in family.labels else self.registry)
+            for family in families(Metrics)
+        }
         self._model_families = {family: family.create(self.registry, "model") for family in families(ModelMetrics)}
         for code in Code:  # the series start at zero, so that a rate includes their first event
             self.errors.labels(code.value)
@@ -266,8 +272,10 @@ class Metrics:
         """Returns the series of one model or adapter."""
         return ModelMetrics(self._model_families, name)
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self, with_tenants: bool = True) -> bytes:
+        """Returns the metrics in Prometheus' text format, with or without the series of single tenants."""
+        text = generate_latest(self.registry)
+        return text + generate_latest(self._tenant_registry) if with_tenants else text
 
 
 # -- read at every scrape ----------------------------------------------------------------------------------------------

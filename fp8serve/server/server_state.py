@@ -151,8 +151,8 @@ class ServerState:
 
     async def _load_models(self) -> None:
         default = self.models.default
-        await self.activator.register_activated_adapters(default)
         try:
+            await self.activator.register_activated_adapters(default)
             served = await default.start(await self.activator.sources_of(default.name, default.base_source))
         except Exception as error:
             if isinstance(error, Fault):
@@ -194,6 +194,8 @@ class ServerState:
                 if fault.code is Code.DRAINING:
                     return
                 log.error("%s is not served: %s", named.name, fault.full_message)
+            except Exception:  # a defect, with which the server would never be ready
+                log.exception("%s is not served", named.name)
 
     def _remove_orphans(self) -> None:
         """Removes job directories and uploads that a crash has left behind and that are not in the database.

@@ -195,11 +195,23 @@ async def test_sigterm_lets_running_requests_finish(own_client: EngineClient) ->
     assert not own_client.alive
 
 
+async def test_sigterm_refuses_new_requests_as_long_as_others_run(own_client: EngineClient) -> None:
+    running = own_client.generate(request("r"))
+    await anext(running)
+    assert not own_client.is_draining
+    os.kill(own_client.pid, signal.SIGTERM)
+    await eventually(lambda: own_client.is_draining)
+    with pytest.raises(MachineError, match="The engine is shutting down and takes no new requests"):
+        await collect(own_client, request("late"))
+    await running.aclose()
+    await eventually(lambda: not own_client.alive)
+
+
 async def test_drain_has_a_deadline_and_refuses_new_requests(own_client: EngineClient) -> None:
     async def ending(outputs: AsyncIterator[RequestOutput]) -> str | None:
         try:
             return [output async for output in outputs][-1].finish_reason
-        except RequestError as problem:
+        except MachineError as problem:
             return str(problem)
 
     running = own_client.generate(request("r"))

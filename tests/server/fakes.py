@@ -68,6 +68,7 @@ class FakeEngine:
         self.delay = delay
         self.fail = fail
         self.alive = True
+        self.is_draining = False
         self.heartbeat_age = 0.0
         self.resident_bytes = 0
         self.step_seconds = 0.0

@@ -7,7 +7,8 @@ MachineError.
 In PostgreSQL, a write transaction begins with an advisory lock, so write transactions run one after the other, as in
 SQLite, and the same SQL is correct in both. PostgreSQL ends a transaction whose server has been silent for
 STALL_SECONDS, so a server that is suspended does not hold up the others. A connection that was lost is opened again by
-the next call.
+the next call. The password in `PGPASSWORD` is removed from the environment, because child processes need no secret:
+engines, parsers and trainers run code that came with a model.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8serve.errors import MachineError, one_line
 from fp8serve.server.faults import Code, Fault, disk_fault
@@ -126,6 +127,7 @@ def _bytes_through(path: Path, last_id: int | None) -> int:
 
 WRITE_LOCK = 0x6670_3873  # any number that other programs do not use for an advisory lock in this database
 STALL_SECONDS = 30
+PASSWORD_VARIABLE = "PGPASSWORD"
 DEFAULT_PARAMETERS = {
     "connect_timeout": 10, "keepalives_idle": 5, "keepalives_interval": 5, "keepalives_count": 3,
     "tcp_user_timeout": 15_000,
@@ -139,6 +141,7 @@ class PostgresConnection:
     cannot be used."""
 
     now = "extract(epoch FROM clock_timestamp())::float8"
+    _password: ClassVar[str | None] = None  # the last PGPASSWORD, for all connections of this process
 
     def __init__(self, url: str) -> None:
         try:
@@ -151,6 +154,7 @@ class PostgresConnection:
         self._psycopg = psycopg
         self.row_errors = psycopg.IntegrityError, psycopg.DataError, psycopg.ProgrammingError
         self._url = url
+        PostgresConnection._password = os.environ.pop(PASSWORD_VARIABLE, self._password)
         self._db: psycopg.Connection[dict[str, Any]] | None = None
         try:
             self._prepare()
@@ -184,7 +188,8 @@ class PostgresConnection:
         from psycopg.rows import dict_row
 
         named = self._psycopg.conninfo.conninfo_to_dict(self._url)
-        arguments: dict[str, Any] = {name: value for name, value in DEFAULT_PARAMETERS.items() if name not in named}
+        parameters = DEFAULT_PARAMETERS | ({} if self._password is None else {"password": self._password})
+        arguments: dict[str, Any] = {name: value for name, value in parameters.items() if name not in named}
         # autocommit: transactions begin where `begin` is called; a pool of connections keeps no prepared statements
         self._db = db = self._psycopg.connect(
             self._url, autocommit=True, prepare_threshold=None, row_factory=dict_row, **arguments

@@ -1,11 +1,11 @@
 """Keeps this server's lease, and makes it serve what all servers that share a database serve.
 
-Every POLL_SECONDS the server renews its lease, joins the swaps that another server has begun (fronts.py), reads the API
-keys, and compares what it serves with the active weights and adapters of the database. The weights differ if the server
-was starting, or its lease had ended, while the others swapped. It then loads the active weights, and is not ready until
-it serves them. They also differ if the engine of another server died several times with the new weights, which rolls
-them back. All servers then load the previous weights at the same time, and serve the new ones until the first attempt
-has ended.
+Every POLL_SECONDS the server reads the API keys, renews its lease, joins the swaps that another server has begun
+(fronts.py), and compares what it serves with the active weights and adapters of the database. The keys are read even if
+the database refuses to write, so a key that was revoked is refused. The weights differ if the server was starting, or
+its lease had ended, while the others swapped. It then loads the active weights, and is not ready until it serves them.
+They also differ if the engine of another server died several times with the new weights, which rolls them back. All
+servers then load the previous weights at the same time, and serve the new ones until the first attempt has ended.
 """
 
 import asyncio
@@ -43,13 +43,17 @@ class Replication:
     async def run(self) -> None:
         """Polls the database until it is cancelled."""
         while True:
-            try:
-                await self._poll()
-            except Fault:  # the database cannot be used, which is logged; the lease may end
-                pass
-            except Exception:
-                log.exception("the database of jobs could not be followed; trying again")
+            for step in (self._read_keys, self._poll):
+                try:
+                    await step()
+                except Fault:  # the database cannot be used, which is logged; the lease may end
+                    pass
+                except Exception:
+                    log.exception("the database of jobs could not be followed; trying again")
             await asyncio.sleep(POLL_SECONDS)
+
+    async def _read_keys(self) -> None:
+        self._keys.set_database_keys(await asyncio.to_thread(load_keys, self._activator.jobs))
 
     async def _poll(self) -> None:
         models = {} if self._activator.draining.is_set() else self._activator.models.models
@@ -62,7 +66,6 @@ class Replication:
                 self._start(self._activator.accept(swap))
             if (self._catch_up is None or self._catch_up.done()) and time.monotonic() >= self._retry_at:
                 self._catch_up = self._start(self._serve_active_weights(serving))
-        self._keys.set_database_keys(await asyncio.to_thread(load_keys, self._activator.jobs))
 
     def _start(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(change)

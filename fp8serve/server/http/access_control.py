@@ -1,9 +1,9 @@
 """The middleware that authorizes requests and applies the limits of tenants. It denies by default.
 
-**Keys.** If the server has API keys, only the health routes (with `--metrics-without-key` also /metrics) are open
-without a key, and a key opens the routes of its scopes (access/scopes.py). Clients send it as `Authorization: Bearer
-KEY`, or as `x-api-key: KEY` like Anthropic's clients. Browsers send it as the password of HTTP Basic. Keys are compared
-in constant time.
+**Keys.** If the server has API keys, only the health routes (with `--metrics-without-key` also /metrics, which then has
+no series about tenants) are open without a key, and a key opens the routes of its scopes (access/scopes.py). Clients
+send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY` like Anthropic's clients. Browsers send it as the
+password of HTTP Basic. Keys are compared in constant time.
 
 **Other sites.** A page of another site can reach a server on the user's machine by DNS rebinding: the site's name is
 changed to point to 127.0.0.1 after the page has loaded. The requests of such a page have the site's name in `Host`. So
@@ -197,6 +197,9 @@ class AccessControl:
         return await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope, caller: Caller | None) -> Fault | None:
+        if scope["path"] not in OPEN_PATHS and not self._hosts.is_known_host(scope):
+            hint = "Use the name localhost, or start the server with --allowed-host NAME."
+            return Fault(Code.FORBIDDEN, "This server does not answer to the name in the Host header.", hint=hint)
         if scope["path"] not in self._open_paths and (fault := self._authorization_fault(scope, caller)) is not None:
             return fault
         is_safe = scope["method"] in SAFE_METHODS and scope["path"] not in UNSAFE_PATHS
@@ -205,9 +208,6 @@ class AccessControl:
         return None
 
     def _authorization_fault(self, scope: Scope, caller: Caller | None) -> Fault | None:
-        if not self._hosts.is_known_host(scope):
-            hint = "Use the name localhost, or start the server with --allowed-host NAME."
-            return Fault(Code.FORBIDDEN, "This server does not answer to the name in the Host header.", hint=hint)
         if caller is None:
             return Fault(
                 Code.INVALID_API_KEY,

@@ -94,7 +94,7 @@ class ServedModel:
         served = self.current
         if self.is_replacing_weights:
             raise Fault(Code.STARTING, "Other weights are being activated for this model.", retry_after=1)
-        if served is not None and served.engine.alive:
+        if served is not None and served.accepts_requests:
             return served
         if self.state == "loading":
             raise Fault(Code.STARTING, "The model is loading.", retry_after=2)
@@ -113,7 +113,7 @@ class ServedModel:
             self.state == "ready"
             and not self.is_replacing_weights
             and served is not None
-            and served.engine.alive
+            and served.accepts_requests
             and self.hang_reason(served) is None
         )
 

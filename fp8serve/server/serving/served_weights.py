@@ -90,6 +90,10 @@ class ServedWeights(Leased):
         """The path of the directory without symbolic links, which may change while these weights serve."""
         return str(self.source.directory.resolve())
 
+    @property
+    def accepts_requests(self) -> bool:
+        return self.engine.alive and not self.engine.is_draining
+
     def update_silence(self, seconds: float) -> None:
         """Updates `silence`, `seconds` after the last update. An update adds at most MAX_SECONDS_PER_UPDATE: if the
         server itself was suspended, the engine is not blamed for it."""

@@ -1,9 +1,10 @@
 """Keeps the engine process of one model running, and reads its statistics.
 
 A process that died is started again, with growing pauses between failed attempts. A process that hangs, because it
-sends no heartbeat or stays in one step for too long, is killed and started again. The server is not ready meanwhile,
-but keeps running. If newly activated weights die several times, the previous weights are loaded again. If the engine
-cannot be started at all, the server is no longer live, so that an orchestrator restarts it.
+sends no heartbeat or stays in one step for too long, is killed and started again. One that got SIGTERM is started again
+after its requests have finished. The server is not ready meanwhile, but keeps running. If newly activated weights die
+several times, the previous weights are loaded again. If the engine cannot be started at all, the server is no longer
+live, so that an orchestrator restarts it.
 """
 
 import asyncio
@@ -94,6 +95,8 @@ class EngineSupervisor:
             await served.engine.kill(reason)
         if served.engine.alive:
             model.failed_restarts = 0 if served.has_reported else model.failed_restarts
+            if served.engine.is_draining:  # a signal reached only the engine process
+                model.state = "restarting"
             return
         if model.is_shutting_down and not model.admission.capacity.in_flight:
             return  # a service manager's SIGTERM also reached the engine process, which no request needs any more

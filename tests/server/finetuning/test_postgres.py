@@ -1,5 +1,6 @@
 """Connections to PostgreSQL: timeouts, a newer database, one that cannot be reached; and the server of these tests."""
 
+import os
 import subprocess
 import sys
 from contextlib import closing
@@ -44,6 +45,25 @@ def test_a_connection_has_timeouts_that_the_url_may_change(database: str) -> Non
         expected = {"connect_timeout": "10", "keepalives_idle": idle, "keepalives_interval": "5",
                     "keepalives_count": "3", "tcp_user_timeout": "15000"}  # fmt: skip
         assert {name: parameters.get(name) for name in expected} == expected
+
+
+def test_the_password_of_the_environment_reaches_no_child_process(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PostgresConnection, "_password", None)
+    monkeypatch.setenv("PGPASSWORD", "secret")
+
+    def password(connection: PostgresConnection) -> str | None:
+        assert connection._db is not None
+        return connection._db.info.password
+
+    with closing(PostgresConnection(database)) as first, closing(PostgresConnection(f"{database}&password=own")) as own:
+        assert "PGPASSWORD" not in os.environ
+        with closing(PostgresConnection(database)) as second:
+            assert [password(connection) for connection in (first, second, own)] == ["secret", "secret", "own"]
+        first.close()
+        first.execute("SELECT 1")  # opens the connection again
+        assert password(first) == "secret"
 
 
 def test_a_database_of_a_newer_version_is_refused_and_not_changed(database: str) -> None:

@@ -448,6 +448,19 @@ async def test_a_server_starts_with_the_active_weights_or_not_at_all(
         assert "The active weights cannot be served" in str(server.state.models.default.problem)
 
 
+async def test_a_server_whose_database_fails_before_it_loads_ends(
+    start: Start, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> list[str]:
+        raise Fault(Code.STORAGE_UNAVAILABLE, "The job database cannot be used.")
+
+    monkeypatch.setattr(JobStore, "activated_adapters", fail)
+    async with start(wait=False, database=database) as server:
+        await eventually(server.state.failed.is_set, "the failure")
+        assert str(server.state.models.default.problem).endswith("The job database cannot be used.")
+        assert server.state.status == "failed"
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 

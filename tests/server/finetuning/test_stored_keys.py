@@ -87,6 +87,44 @@ async def test_a_server_on_the_network_refuses_all_requests_until_there_is_a_key
         assert "API key" not in caplog.text
 
 
+async def test_a_revoked_key_is_refused_also_while_the_database_refuses_to_write(
+    start: Start, database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with start(database=database) as server:
+        key, other = (new_key(database, name, capsys) for name in ("ci", "nightly"))
+        await eventually(lambda: answers(server, {key: 200, other: 200}), "the keys")
+        with server.state.jobs.read() as db:
+            db.execute("SET default_transaction_read_only = on")  # for this server's connection
+        assert main(["key", "revoke", "ci", "--database", database]) == 0
+        await eventually(lambda: answers(server, {key: 401, other: 200}), "the end of the key")
+
+
+INVALID_ROWS = {
+    "later": ("lab", "generate train", "a" * 64),  # a scope of a later version
+    "short": ("lab", "generate", "a"),
+    "limited": ("blocked", "generate", "b" * 64),  # see the test
+}
+
+
+async def test_an_invalid_row_refuses_its_key_only(
+    start: Start, database: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with start(database=database) as server:
+        key, other = (new_key(database, name, capsys) for name in ("ci", "nightly"))
+        await eventually(lambda: answers(server, {key: 200, other: 200}), "the keys")
+        with closing(Database(database)) as store, store.write() as db:
+            for name, values in INVALID_ROWS.items():
+                db.execute("INSERT INTO api_keys VALUES (?, ?, ?, ?, 1, NULL)", (name, *values))
+            db.execute("INSERT INTO tenants VALUES ('blocked', 0, NULL, NULL)")  # a limit must be at least 1
+        assert main(["key", "revoke", "ci", "--database", database]) == 0
+        await eventually(lambda: answers(server, {key: 401, other: 200}), "the end of the key")
+    async with start(database=database) as server:
+        assert [await status(server, name) for name in (key, other, None)] == [401, 200, 401]
+    assert [caplog.text.count(f"the key '{name}' of the database") for name in INVALID_ROWS] == [1, 1, 1]
+    assert main(["key", "list", "--database", database]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["name", "nightly"]
+
+
 def test_a_backup_has_the_keys_as_hashes(database: str, postgres: Any, tmp_path: Path) -> None:
     path = tmp_path / "backup.jsonl"
     with closing(Database(database)) as db:

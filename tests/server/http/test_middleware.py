@@ -19,6 +19,7 @@ from fp8serve.server.http.access_control import presented_key
 from fp8serve.server.http.body_limits import BodyLimits
 from fp8serve.server.http.scope import OPEN_PATHS
 from fp8serve.server.settings import KEY_VARIABLE, Settings
+from tests.server.access.files import bearer, key_of, one_for_each_scope
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -60,6 +61,22 @@ async def test_metrics_can_be_open_to_scrapers_without_a_key(start: Start) -> No
         assert (await server.client.get("/metrics", headers={"host": "10.0.0.7:8000"})).status_code == 200
         assert (await server.client.get("/info")).status_code == 401
         assert (await server.client.post("/metrics")).status_code == 405
+    async with start(metrics_without_key=True) as server:  # a page whose host name resolves to 127.0.0.1
+        assert (await server.client.get("/metrics", headers={"host": "evil.example:8000"})).status_code == 403
+
+
+async def test_metrics_without_a_key_have_no_series_about_tenants(start: Start, tmp_path: Path) -> None:
+    keys = one_for_each_scope(tmp_path / "keys.toml")
+    reader, user = (bearer(key_of(scope)) for scope in ("read", "generate"))
+    async with start(api_keys=keys, metrics_without_key=True, vllm_metrics=True) as server:
+        asked = await server.client.post("/generate", json={"inputs": "abc"}, headers=user)
+        assert asked.status_code == 200
+        for headers, shows_tenants in (({}, False), (user, False), (reader, True)):
+            text = (await server.client.get("/metrics", headers=headers)).text
+            assert ('fp8serve_tenant_tokens_total{kind="generated",tenant="generate"} 16.0' in text) is shows_tenants
+            assert ("tenant" in text) is shows_tenants
+            assert 'fp8serve_generated_tokens_total{model="tiny"} 16.0' in text
+            assert 'vllm:generation_tokens_total{engine="0",model_name="tiny"} 16.0' in text
 
 
 async def test_the_key_is_taken_as_bearer_and_as_the_password_of_basic(start: Start) -> None:

@@ -19,6 +19,8 @@ from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
+LONG = {"inputs": "a", "parameters": {"max_new_tokens": 100}}
+
 
 class Hanging(Launcher):
     """A launcher whose loads hang while `hang` is set. `begun`: how many did; `given_up`: how many were cancelled."""
@@ -74,6 +76,24 @@ async def test_a_silent_engine_is_not_ready_until_it_is_replaced(start: Start) -
         assert (await server.client.get("/health/live")).status_code == 200  # it is being loaded
         answer = await server.client.post("/generate", json={"inputs": "a"})
         assert (answer.status_code, answer.json()["code"]) == (503, "engine_down")
+
+
+async def test_a_server_whose_engine_got_sigterm_is_not_ready_until_it_is_replaced(start: Start) -> None:
+    async with start(Launcher(lambda: FakeEngine(delay=0.01))) as server:
+        model, engine = server.state.models.default, server.launcher.engine
+        running = asyncio.create_task(server.client.post("/generate", json=LONG))
+        await eventually(lambda: engine.running)
+        engine.is_draining = True
+        assert (await server.client.get("/health/ready")).status_code == 503
+        answer = await server.client.post("/generate", json={"inputs": "a"})
+        assert (answer.status_code, answer.json()["code"]) == (503, "engine_down")
+        await eventually(lambda: server.state.status == "restarting")
+        assert (await running).status_code == 200
+        assert (engine.killed, engine.aborted) == (None, [])
+        engine.alive = False
+        await eventually(lambda: model.ready)
+        assert server.launcher.engine is not engine
+        assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
 
 
 async def test_a_load_that_hangs_is_given_up(start: Start) -> None:

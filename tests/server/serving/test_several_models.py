@@ -361,6 +361,18 @@ async def test_one_dead_engine_is_started_again_and_no_other(start: Start, more:
         assert 'fp8serve_engine_restarts_total{model="tiny"} 0.0' in text
 
 
+async def test_a_defect_in_the_load_of_a_further_model_does_not_keep_the_server_from_readiness(
+    start: Start, more: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("a defect")
+
+    async with start(models=(NamedModel("x", more / "a"),), wait=False) as server:
+        monkeypatch.setattr(server.state.model_loader, "load", fail)
+        await eventually(lambda: server.state.ready, "readiness")
+    assert "x is not served" in caplog.text
+
+
 async def test_an_engine_that_ends_with_the_server_is_not_started_again(start: Start, more: Path) -> None:
     """systemd sends SIGTERM to every process of a service, so an engine that is idle ends before its server does."""
     async with start(models_dir=more) as server:

@@ -15,11 +15,13 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 import fp8serve
 from fp8serve.engine.sampling_params import MAX_STOP_STRINGS
 from fp8serve.errors import Fp8ServeError
+from fp8serve.server.access.scopes import opens
 from fp8serve.server.api.native.model_routes import ServedView, served_view
 from fp8serve.server.api.routing import BoundedRoute, JsonObject, ResponseModel, StateDep
 from fp8serve.server.faults import Code, Fault
@@ -239,8 +241,10 @@ async def save(state: StateDep, body: SaveScalesBody | None = None, model: Model
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
-async def metrics(state: StateDep) -> Response:
-    text = state.metrics.render()
+async def metrics(request: Request, state: StateDep) -> Response:
+    """With --metrics-without-key, series about tenants need a key with the scope `read`."""
+    caller = request.scope["caller"]
+    text = state.metrics.render(with_tenants=caller is not None and opens(caller.scopes, request.scope))
     if state.settings.vllm_metrics:
         text += VllmMetrics(state.metrics).render()
     return Response(text, media_type=CONTENT_TYPE)
