@@ -92,7 +92,7 @@ class Adapters:
         number = next(self._numbers)
         weights = {linear: self._layer_weights(linear, low) for linear, low in low_ranks.items()}
         rank, size = max(low.a.shape[0] for low in low_ranks.values()), sum(low.nbytes for low in low_ranks.values())
-        adapter = LoadedAdapter(name, number, _digest(low_ranks), rank, size, weights)
+        adapter = LoadedAdapter(name, number, digest(low_ranks), rank, size, weights)
         self._by_number[number] = adapter
         self._rebuild_stacks(weights)
         return adapter
@@ -174,10 +174,11 @@ class Adapters:
             cast(BatchInvariantLinear | FrozenLinear, module).adapters = adapters
 
 
-def _digest(low_ranks: "Adapter") -> bytes:
-    digest = blake2b(digest_size=DIGEST_BYTES)
+def digest(low_ranks: "Adapter") -> bytes:
+    """Returns a digest of the contents of an adapter."""
+    result = blake2b(digest_size=DIGEST_BYTES)
     for linear, low in sorted(low_ranks.items()):
-        digest.update(f"{linear} {low.scaling!r} {list(low.a.shape)} {low.magnitude is not None}".encode())
+        result.update(f"{linear} {low.scaling!r} {list(low.a.shape)} {low.magnitude is not None}".encode())
         for tensor in (low.a, low.b, *(() if low.magnitude is None else (low.magnitude,))):
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.digest()
+            result.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return result.digest()
