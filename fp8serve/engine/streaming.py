@@ -67,17 +67,18 @@ class WeightStreamer:
         self._reads: dict[int, Future[None]] = {}  # of the parts that memory holds, or that are being read
         self._reader = ThreadPoolExecutor(1, "weight-reader")
         for index, part in enumerate(parts):
-            for span in part.spans:
-                span.read_exactly()
             part.module.register_forward_pre_hook(partial(self._begin, index))
             part.module.register_forward_hook(partial(self._end, index))
         mixture_spans = {mixture: [_spans(expert) for expert in mixture.children()] for mixture in experts}
+        streamed = [part for part, kept in zip(parts, is_kept, strict=True) if not kept]
+        expert_spans = [span for spans in mixture_spans.values() for expert in spans for span in expert]
+        for span in (*expert_spans, *(span for part in streamed for span in part.spans)):
+            span.read_exactly()  # but not those of kept parts, which the system may drop and faults read back
         for mixture, spans in mixture_spans.items():
             mixture.register_forward_pre_hook(partial(_advise_chosen, spans))
-        expert_bytes = sum(span.size for spans in mixture_spans.values() for expert in spans for span in expert)
-        streamed = [part.size for part, kept in zip(parts, is_kept, strict=True) if not kept]
-        self.kept_bytes = sum(part.size for part in parts) - sum(streamed)
-        self.streamed_bytes = sum(streamed) + expert_bytes
+        part_bytes = sum(part.size for part in streamed)
+        self.kept_bytes = sum(part.size for part in parts) - part_bytes
+        self.streamed_bytes = part_bytes + sum(span.size for span in expert_spans)
 
     def _begin(self, index: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Waits until memory holds the part, and starts to read the next one."""
@@ -145,6 +146,8 @@ def create_streamer(model: Model, model_dir: Path, reserved_bytes: int) -> Weigh
             "or use a machine with more memory."
         )
     streamer = WeightStreamer(parts, is_kept, experts)
+    for span in [] if model.config.tie_word_embeddings else _spans(model.embedding):
+        span.read_exactly()
     log.info(
         "%s of weights do not fit in the free memory: %s (%d of %d layers, with the head) stay in memory, and %s are "
         "read from the files %s",

@@ -16,7 +16,7 @@ from fp8serve.engine.streaming import choose_kept
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.model.checkpoint import load_servable
 from tests.model import checkpoints
-from tests.model.test_mapped import resident_kib
+from tests.model.test_mapped import exact_kib, resident_kib
 
 from .tiny import write_model
 
@@ -114,6 +114,19 @@ def test_memory_holds_the_kept_layers_and_two_others(tmp_path: Path, monkeypatch
     engine.generate(IDS, **GREEDY)
     streamer._reader.shutdown()  # waits until it has read the next layer
     assert resident_kib(tmp_path / "model.safetensors") * 1024 <= streamer.kept_bytes + 2 * layer + MIB / 2
+
+
+@linux
+def test_kept_layers_that_the_system_drops_are_not_read_page_by_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, **WIDE | {"num_hidden_layers": 8}, vocab_size=2048, tie_word_embeddings=False)
+    leave_memory(monkeypatch, sum(mapped_sizes(tmp_path, "bf16")) * 3 // 4)
+    streamer = open_engine(tmp_path, "bf16").loaded.streamer
+    assert streamer is not None
+    assert streamer.kept_bytes > 3 * MIB
+    exact_bytes = streamer.streamed_bytes + MIB  # single rows of the embedding are used
+    assert abs(exact_kib(tmp_path / "model.safetensors") * 1024 - exact_bytes) < MIB / 4
 
 
 def test_weights_that_are_streamed_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,19 @@ def resident_kib(path: Path) -> int:
     return kib
 
 
+def exact_kib(path: Path) -> int:
+    """Returns the size of the file's mappings in this process in which a fault reads a single page, in KiB."""
+    kib, size, ours = 0, 0, False
+    for line in SMAPS.read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = line.endswith(str(path))
+        elif line.startswith("Size:"):
+            size = int(line.split()[1])
+        elif line.startswith("VmFlags:") and ours and " rr" in line:
+            kib += size
+    return kib
+
+
 def test_the_bytes_are_those_of_the_file(tmp_path: Path) -> None:
     values = write(tmp_path / "file")
     assert torch.equal(map_file(tmp_path / "file").view(torch.int32), values)
@@ -100,6 +113,14 @@ def test_a_dropped_span_is_read_again(tmp_path: Path) -> None:
     half.drop()
     assert resident_kib(path) <= (SIZE >> 11) + 64
     assert torch.equal(whole.view(torch.int32), values)
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="only Linux tells how faults read")
+def test_other_spans_are_read_with_their_neighbours(tmp_path: Path) -> None:
+    write(tmp_path / "file")
+    whole = map_file(tmp_path / "file")
+    span(whole[10_000 : SIZE // 2]).read_exactly()
+    assert abs(exact_kib(tmp_path / "file") - (SIZE >> 11)) < 64
 
 
 def test_adjacent_spans_are_joined(tmp_path: Path) -> None:

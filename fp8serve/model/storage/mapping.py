@@ -71,9 +71,11 @@ class Span(NamedTuple):
         return self.end - self.start
 
     def read_exactly(self) -> None:
-        """Makes the file's faults read single pages from now on, and not their neighbours, which `read` replaces."""
+        """Makes faults in these bytes read single pages from now on, and not their neighbours: for bytes that `read` or
+        `advise` reads before every use, and for tables of which few rows are used."""
         if hasattr(mmap, "MADV_RANDOM"):
-            self.file.madvise(mmap.MADV_RANDOM)
+            first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
+            self.file.madvise(mmap.MADV_RANDOM, first, self.end - first)
 
     def advise(self) -> None:
         """Tells the system that the bytes will be used soon, and does not wait until they are in memory."""
