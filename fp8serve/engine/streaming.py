@@ -112,8 +112,8 @@ def check_copies(model_dir: Path, options: EngineOptions) -> None:
     if copied > free:
         raise MachineError(
             f"{model_dir} needs {_gib(copied)} of memory for weights that are converted when they are loaded, and "
-            f"{_gib(free)} are free; serve it as it is stored, or calibrate the model first: stored FP8 weights are "
-            "read from their files."
+            f"{_gib(free)} are free; serve it as it is stored, or calibrate the model first (gpt-oss in MXFP4: "
+            "convert it to compressed-tensors): stored weights are read from their files."
         )
 
 
