@@ -128,7 +128,8 @@ def create_streamer(model: Model, model_dir: Path, reserved_bytes: int) -> Weigh
     excluded = {id(tensor) for mixture in experts for tensor in (*mixture.parameters(), *mixture.buffers())}
     parts = [Part(module, _spans(module, excluded)) for module in (*model.parts, model.head)]
     sizes = [part.size for part in parts] + [span.size for mixture in experts for span in _spans(mixture)]
-    budget, size = int(MAX_MEMORY_FRACTION * free) - reserved_bytes, sum(sizes)
+    usable, size = int(MAX_MEMORY_FRACTION * free), sum(sizes)
+    budget = usable - reserved_bytes
     if size <= budget:
         return None
     if not isinstance(model, Decoder):
@@ -138,12 +139,18 @@ def create_streamer(model: Model, model_dir: Path, reserved_bytes: int) -> Weigh
         )  # fmt: skip
         return None
     is_kept = choose_kept([part.size for part in parts], budget)
+    if is_kept is None and size <= usable:  # a cache takes memory only when it fills
+        log.warning(
+            "The KV cache and other weights may take %s of the %s that are free, beside %s of weights: lower "
+            "num_blocks or kv_cache_bytes if memory runs short.", _gib(reserved_bytes), _gib(free), _gib(size),
+        )  # fmt: skip
+        return None
     if is_kept is None:
         largest = sum(sorted(part.size for part in parts)[-2:])
         raise MachineError(
             f"{model_dir} does not fit: {_gib(largest)} of memory are needed for its two largest layers at a time, and "
-            f"{_gib(max(0, budget))} of {_gib(free)} are left by its KV cache and activations; lower kv_cache_bytes, "
-            "or use a machine with more memory."
+            f"{_gib(max(0, budget))} of {_gib(free)} are left by its KV cache and activations; lower num_blocks or "
+            "kv_cache_bytes, or use a machine with more memory."
         )
     streamer = WeightStreamer(parts, is_kept, experts)
     for span in [] if model.config.tie_word_embeddings else _spans(model.embedding):

@@ -18,6 +18,7 @@ from fp8serve.model.checkpoint import load_servable
 from tests.model import checkpoints
 from tests.model.test_mapped import exact_kib, resident_kib
 
+from .adapters import write_random_adapter
 from .tiny import write_model
 
 MIB = 2**20
@@ -37,7 +38,7 @@ def leave_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def open_engine(path: Path, recipe: str = "stored", **options: Any) -> Engine:
-    return Engine(path, recipe=recipe, num_blocks=8, **options)
+    return Engine(path, recipe=recipe, **{"num_blocks": 8} | options)
 
 
 def mapped_sizes(path: Path, recipe: Literal["stored", "bf16"]) -> list[int]:
@@ -152,6 +153,48 @@ def test_memory_for_less_than_two_layers_is_refused(tmp_path: Path, monkeypatch:
     leave_memory(monkeypatch, 100 << 10)
     with pytest.raises(MachineError, match=r"does not fit: 0\.00 GiB of memory are needed for its two largest layers"):
         open_engine(path)
+
+
+def test_a_cache_larger_than_memory_does_not_refuse_a_model_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path)
+    monkeypatch.setattr(streaming, "free_memory", lambda: 4 * MIB)
+    engine = Engine(tmp_path, recipe="bf16", num_blocks=4000)
+    assert engine.info()["kv_cache_bytes"] > 4 * MIB
+    assert engine.info()["streamed_bytes"] == 0
+    assert "lower num_blocks or kv_cache_bytes if memory runs short" in caplog.text
+
+
+def test_the_cache_and_the_draft_model_leave_less_memory_for_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "model", **WIDE | {"num_hidden_layers": 8})
+    draft = write_model(tmp_path / "draft", **WIDE | {"num_hidden_layers": 2}, seed=1)
+    adapter = write_random_adapter(tmp_path / "adapter", path, dora=True)
+    sizes = mapped_sizes(path, "bf16")
+
+    def answers(engine: Engine) -> list[Any]:
+        return engine.generate(IDS, **GREEDY) + engine.generate(IDS, adapter="adapter", **GREEDY)
+
+    def open_with_adapter(**options: Any) -> Engine:
+        engine = open_engine(path, "bf16", **options)
+        engine.load_adapter("adapter", adapter)
+        return engine
+
+    expected = answers(open_with_adapter())
+    monkeypatch.setattr(streaming, "free_memory", lambda: sum(sizes))
+    kept = []
+    for options in ({}, {"draft_model": str(draft)}, {"draft_model": str(draft), "num_blocks": 40}):
+        engine = open_with_adapter(**options)
+        info, streamer = engine.info(), engine.loaded.streamer
+        assert streamer is not None
+        reserved = info["kv_cache_bytes"] + (info["draft_model"]["weight_bytes"] if options else 0)
+        is_kept = choose_kept(sizes, int(0.85 * sum(sizes)) - reserved)
+        assert streamer.kept_bytes == sum(size for size, stays in zip(sizes, is_kept or [], strict=True) if stays)
+        kept.append(streamer.kept_bytes)
+        assert answers(engine) == expected
+    assert kept == sorted(set(kept), reverse=True)
 
 
 def test_casts_larger_than_memory_are_refused_before_they_begin(
