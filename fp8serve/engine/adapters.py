@@ -19,11 +19,12 @@ from torch import Tensor
 from fp8serve.errors import MachineError, ModelError, RequestError, shown
 from fp8serve.fp8.batch_invariant import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.lora import AdapterAssignment, AdapterWeights, ServedAdapters, dora_factor
+from fp8serve.fp8.lora import AdapterAssignment, AdapterWeights, ServedAdapters, dora_factor, weight_of
 from fp8serve.model.building import Model
 from fp8serve.model.storage.memory import free_memory
 
 if TYPE_CHECKING:
+    from fp8serve.engine.streaming import WeightStreamer
     from fp8serve.model.adapters import Adapter, LinearAdapter
 
 DIGEST_BYTES = 16
@@ -57,6 +58,7 @@ class Adapters:
     max_rank: int
     assignment: AdapterAssignment = field(default_factory=AdapterAssignment)
     by_name: dict[str, LoadedAdapter] = field(default_factory=dict)
+    streamer: "WeightStreamer | None" = None  # of weights that may not be in memory
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
@@ -148,6 +150,8 @@ class Adapters:
         columns = slice(None) if shard is None else shard.rows(low.a.shape[1])
         a, b = low.a[:, columns].contiguous().to(device), torch.cat([low.b[part] for part in rows]).to(device)
         magnitude = None if low.magnitude is None else torch.cat([low.magnitude[part] for part in rows]).to(device)
+        if magnitude is not None and self.streamer is not None:  # norms of the rows of the weight follow
+            self.streamer.prepare(weight_of(base))
         return AdapterWeights(a, b, low.scaling, dora_factor(base, a, b, low.scaling, magnitude))
 
     def free(self, adapter: LoadedAdapter) -> None:

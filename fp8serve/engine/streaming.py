@@ -81,9 +81,22 @@ class WeightStreamer:
         self.streamed_bytes = part_bytes + sum(span.size for span in expert_spans)
 
     def _begin(self, index: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Waits until memory holds the part, and starts to read the next one."""
-        if args[0].size(0) == 0:  # the head, in a step without samples
+        if args[0].size(0) > 0:  # otherwise it is the head, in a step without samples
+            self._prepare(index)
+
+    def prepare(self, weight: Tensor) -> None:
+        """Waits until memory holds a weight for a use outside of a step, and starts to read the part after its own."""
+        span = span_of(weight)
+        if span is None:  # it was copied
             return
+        index = next((i for i, part in enumerate(self._parts) if any(map(span.is_inside, part.spans))), None)
+        if index is None:  # it is small, or belongs to an expert
+            span.read()
+        else:
+            self._prepare(index)
+
+    def _prepare(self, index: int) -> None:
+        """Waits until memory holds the part, and starts to read the next one."""
         following = (*range(index + 1, len(self._parts)), *range(index))
         ahead = next((i for i in following if not self._is_kept[i] or i not in self._reads), index)
         for unused in [i for i in self._reads if i not in (index, ahead) and not self._is_kept[i]]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.large_model import write_model as write_large_model
 from fp8serve.engine import streaming
@@ -14,7 +15,9 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.streaming import choose_kept
 from fp8serve.errors import MachineError, RequestError
+from fp8serve.fp8.lora import dora_factor, weight_of
 from fp8serve.model.checkpoint import load_servable
+from fp8serve.model.storage.mapping import Span, span_of
 from tests.model import checkpoints
 from tests.model.test_mapped import exact_kib, resident_kib
 
@@ -195,6 +198,35 @@ def test_the_cache_and_the_draft_model_leave_less_memory_for_layers(
         kept.append(streamer.kept_bytes)
         assert answers(engine) == expected
     assert kept == sorted(set(kept), reverse=True)
+
+
+def test_norms_for_dora_are_computed_from_weights_that_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "model", **WIDE)
+    adapter = write_random_adapter(tmp_path / "adapter", path, dora=True)
+    leave_memory(monkeypatch, sum(mapped_sizes(path, "bf16")) * 3 // 4)
+    engine = open_engine(path, "bf16")
+    reads: list[Span] = []
+    are_read: list[bool] = []
+    streamer, read = engine.loaded.streamer, Span.read
+
+    def record_read(span: Span) -> None:
+        reads.append(span)
+        read(span)
+
+    def compute_factor(base: nn.Module, *args: Any) -> torch.Tensor | None:
+        span = span_of(weight_of(base))
+        are_read.append(span is not None and any(map(span.is_inside, reads)))
+        return dora_factor(base, *args)
+
+    monkeypatch.setattr(Span, "read", record_read)
+    monkeypatch.setattr("fp8serve.engine.adapters.dora_factor", compute_factor)
+    engine.load_adapter("adapter", adapter)
+    assert len(are_read) > 20
+    assert all(are_read)
+    assert streamer is not None
+    assert len(streamer._reads) <= sum(streamer._is_kept) + 2
 
 
 def test_casts_larger_than_memory_are_refused_before_they_begin(

@@ -70,6 +70,9 @@ class Span(NamedTuple):
     def size(self) -> int:
         return self.end - self.start
 
+    def is_inside(self, other: "Span") -> bool:
+        return self.file is other.file and other.start <= self.start and self.end <= other.end
+
     def read_exactly(self) -> None:
         """Makes faults in these bytes read single pages from now on, and not their neighbours: for bytes that `read` or
         `advise` reads before every use, and for tables of which few rows are used."""
