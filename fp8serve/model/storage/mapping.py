@@ -34,11 +34,13 @@ MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python has a name fo
 
 
 class MappedFile(mmap.mmap):
-    """A mapped file with its path and its address, and a descriptor that is open as long as the mapping exists."""
+    """A mapped file with its path, its address, its size and time when it was mapped, and a descriptor that is open as
+    long as the mapping exists."""
 
     path: Path
     address: int
     descriptor: int
+    version: tuple[int, int]
 
 
 _MAPPED_FILES: WeakValueDictionary[int, MappedFile] = WeakValueDictionary()  # by start address
@@ -46,12 +48,15 @@ _MAPPED_FILES: WeakValueDictionary[int, MappedFile] = WeakValueDictionary()  # b
 
 def map_file(path: Path) -> Tensor:
     """Maps a file and returns its bytes as a uint8 tensor; writing to it does not change the file. Raises ModelError
-    if `open_member` refuses the file."""
+    if `open_member` refuses the file, or if it is empty."""
     with open_member(path, error=ModelError) as file:
+        version = _version(file.fileno())
+        if version[0] == 0:
+            raise ModelError(f"{path} is empty; copy or download it again.")
         mapped = MappedFile(
             file.fileno(), 0, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
-        mapped.path, mapped.descriptor = path, os.dup(file.fileno())
+        mapped.path, mapped.descriptor, mapped.version = path, os.dup(file.fileno()), version
     weakref.finalize(mapped, os.close, mapped.descriptor)
     content = torch.frombuffer(mapped, dtype=torch.uint8)
     mapped.address = content.data_ptr()
@@ -89,12 +94,14 @@ class Span(NamedTuple):
 
     def read(self) -> None:
         """Reads the bytes from the disk, in order, and maps them. Other threads run meanwhile. Raises MachineError if
-        the file became shorter or its disk fails."""
+        the file was written to or its disk fails."""
         self.advise()
         first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
-        if _madvise(self.file.address + first, self.end - first, MADV_POPULATE_READ) == errno.EFAULT:
+        result = _madvise(self.file.address + first, self.end - first, MADV_POPULATE_READ)
+        if result == errno.EFAULT or _version(self.file.descriptor) != self.file.version:
             raise MachineError(
-                f"{self.file.path} cannot be read: it became shorter, or its disk failed; start again with whole files."
+                f"{self.file.path} cannot be read: it was written to while it was in use, or its disk failed; start "
+                "again with whole files."
             )
 
     def release(self) -> None:
@@ -108,6 +115,12 @@ class Span(NamedTuple):
         self.release()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.descriptor, self.start, self.size, os.POSIX_FADV_DONTNEED)
+
+
+def _version(descriptor: int) -> tuple[int, int]:
+    """Returns the size of a file and when it was last written to."""
+    stat = os.fstat(descriptor)
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _madvise(address: int, size: int, advice: int) -> int:
