@@ -28,7 +28,7 @@ from fp8serve.model.building import Model
 from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.experts import mixtures
-from fp8serve.model.storage.mapping import Span, join_spans, span_of
+from fp8serve.model.storage.mapping import CAN_READ_AHEAD, Span, join_spans, span_of
 from fp8serve.model.storage.memory import free_memory
 
 log = logging.getLogger("fp8serve.engine")
@@ -145,10 +145,10 @@ def create_streamer(model: Model, model_dir: Path, reserved_bytes: int) -> Weigh
     budget = usable - reserved_bytes
     if size <= budget:
         return None
-    if not isinstance(model, Decoder):
+    if not isinstance(model, Decoder) or not CAN_READ_AHEAD:
         log.warning(
             "%s of weights do not fit in the free memory and are read by page faults, which is slow: models that "
-            "transformers computes are not streamed.", _gib(size),
+            "transformers computes are not streamed, nor any on another system than Linux.", _gib(size),
         )  # fmt: skip
         return None
     is_kept = choose_kept([part.size for part in parts], budget)

@@ -37,6 +37,7 @@ def leave_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     create_streamer = streaming.create_streamer
     monkeypatch.setattr(streaming, "free_memory", lambda: num_bytes)
     monkeypatch.setattr(streaming, "MAX_MEMORY_FRACTION", 1.0)
+    monkeypatch.setattr(streaming, "CAN_READ_AHEAD", True)
     monkeypatch.setattr("fp8serve.engine.loading.create_streamer", lambda *args: create_streamer(*args[:2], 0))
 
 
@@ -169,6 +170,7 @@ def test_a_cache_larger_than_memory_does_not_refuse_a_model_that_fits(
     assert "lower num_blocks or kv_cache_bytes if memory runs short" in caplog.text
 
 
+@linux
 def test_the_cache_and_the_draft_model_leave_less_memory_for_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +229,16 @@ def test_norms_for_dora_are_computed_from_weights_that_were_read(
     assert all(are_read)
     assert streamer is not None
     assert len(streamer._reads) <= sum(streamer._is_kept) + 2
+
+
+def test_nothing_is_streamed_where_the_system_cannot_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, **WIDE)
+    leave_memory(monkeypatch, sum(mapped_sizes(tmp_path, "bf16")) * 3 // 4)
+    monkeypatch.setattr(streaming, "CAN_READ_AHEAD", False)
+    assert open_engine(tmp_path, "bf16").info()["streamed_bytes"] == 0
+    assert "read by page faults, which is slow" in caplog.text
 
 
 def test_casts_larger_than_memory_are_refused_before_they_begin(

@@ -29,6 +29,7 @@ from fp8serve.errors import MachineError, ModelError
 from fp8serve.model.storage.opening import open_member
 
 ADVISED_BYTES = 128 << 10  # Linux reads no more for one call than a disk's read-ahead, which is at least this
+CAN_READ_AHEAD = sys.platform == "linux"  # elsewhere `Span.read` reads nothing
 MADV_POPULATE_READ = 22  # of Linux 5.14
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python has a name for it from 3.13 on
 
