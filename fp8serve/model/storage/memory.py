@@ -102,6 +102,7 @@ def free_memory() -> int:
 def _free_in_groups(groups: list[str], root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """Yields the free bytes of each control group with a limit, for the lines of /proc/self/cgroup. A container may see
     its own group as the root of the mounted tree."""
+    limit_names: tuple[str, ...]
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
