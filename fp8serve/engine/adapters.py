@@ -19,11 +19,12 @@ from torch import Tensor
 from fp8serve.errors import MachineError, ModelError, RequestError, shown
 from fp8serve.fp8.batch_invariant import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.lora import AdapterAssignment, AdapterWeights, ServedAdapters, dora_factor
+from fp8serve.fp8.lora import AdapterAssignment, AdapterWeights, ServedAdapters, dora_factor, weight_of
 from fp8serve.model.building import Model
 from fp8serve.model.storage.memory import free_memory
 
 if TYPE_CHECKING:
+    from fp8serve.engine.streaming import WeightStreamer
     from fp8serve.model.adapters import Adapter, LinearAdapter
 
 DIGEST_BYTES = 16
@@ -57,6 +58,7 @@ class Adapters:
     max_rank: int
     assignment: AdapterAssignment = field(default_factory=AdapterAssignment)
     by_name: dict[str, LoadedAdapter] = field(default_factory=dict)
+    streamer: "WeightStreamer | None" = None  # of weights that may not be in memory
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
@@ -92,7 +94,7 @@ class Adapters:
         number = next(self._numbers)
         weights = {linear: self._layer_weights(linear, low) for linear, low in low_ranks.items()}
         rank, size = max(low.a.shape[0] for low in low_ranks.values()), sum(low.nbytes for low in low_ranks.values())
-        adapter = LoadedAdapter(name, number, _digest(low_ranks), rank, size, weights)
+        adapter = LoadedAdapter(name, number, digest(low_ranks), rank, size, weights)
         self._by_number[number] = adapter
         self._rebuild_stacks(weights)
         return adapter
@@ -148,6 +150,8 @@ class Adapters:
         columns = slice(None) if shard is None else shard.rows(low.a.shape[1])
         a, b = low.a[:, columns].contiguous().to(device), torch.cat([low.b[part] for part in rows]).to(device)
         magnitude = None if low.magnitude is None else torch.cat([low.magnitude[part] for part in rows]).to(device)
+        if magnitude is not None and self.streamer is not None:  # norms of the rows of the weight follow
+            self.streamer.prepare(weight_of(base))
         return AdapterWeights(a, b, low.scaling, dora_factor(base, a, b, low.scaling, magnitude))
 
     def free(self, adapter: LoadedAdapter) -> None:
@@ -174,10 +178,11 @@ class Adapters:
             cast(BatchInvariantLinear | FrozenLinear, module).adapters = adapters
 
 
-def _digest(low_ranks: "Adapter") -> bytes:
-    digest = blake2b(digest_size=DIGEST_BYTES)
+def digest(low_ranks: "Adapter") -> bytes:
+    """Returns a digest of the contents of an adapter."""
+    result = blake2b(digest_size=DIGEST_BYTES)
     for linear, low in sorted(low_ranks.items()):
-        digest.update(f"{linear} {low.scaling!r} {list(low.a.shape)} {low.magnitude is not None}".encode())
+        result.update(f"{linear} {low.scaling!r} {list(low.a.shape)} {low.magnitude is not None}".encode())
         for tensor in (low.a, low.b, *(() if low.magnitude is None else (low.magnitude,))):
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.digest()
+            result.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return result.digest()

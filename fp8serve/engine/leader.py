@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8serve.engine.adapters import Adapters, LoadedAdapter
+from fp8serve.engine.adapters import Adapters, LoadedAdapter, digest
 from fp8serve.engine.input_counters import Counters, InputCounters
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.packing import Packer
@@ -21,6 +21,7 @@ from fp8serve.engine.runner import Runner
 from fp8serve.engine.scheduler import StepWork, Work
 from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.step import flatten, pack, unpack
+from fp8serve.errors import ModelError
 from fp8serve.model.building import Model
 from fp8serve.ranks import Ranks
 
@@ -80,9 +81,15 @@ class LeadingAdapters(Adapters):
 
 
 def read_together(ranks: Ranks, adapters: Adapters, name: str, directory: Path) -> LoadedAdapter:
-    """Reads an adapter on every rank. If one rank raises an Fp8ServeError, every rank raises it and has no adapter."""
+    """Reads an adapter on every rank. If one rank raises an Fp8ServeError, every rank raises it and has no adapter.
+    The same holds if the ranks read different adapters, which would use different collectives."""
     with ranks.shared_errors():
         low_ranks = adapters.read_weights(directory)
+    if len(set(ranks.gather(digest(low_ranks)))) > 1:
+        raise ModelError(
+            f"{directory} does not hold the same adapter for all ranks: it was replaced while they read it, or their "
+            "machines have different copies; load it again from equal files."
+        )
     return adapters.add(name, low_ranks)  # may use collectives
 
 

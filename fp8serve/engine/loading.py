@@ -244,6 +244,7 @@ def load(
         options.max_lora_rank,
         cached_config.num_kv_heads,
     )
+    runner.adapters.streamer = streamer
     counters = create_counters(frozen, (stack for experts in mixtures(model).values() for stack in experts.stacks()))
     phases.end("cache")
     graphs = _capture_graphs(runner, frozen, options, cache_plan)

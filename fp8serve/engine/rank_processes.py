@@ -26,6 +26,7 @@ from fp8serve.engine.defaults import with_device
 from fp8serve.engine.options import LOST_SECONDS, EngineOptions
 from fp8serve.engine.rank_group import OnLoss, RankGroup, end_children
 from fp8serve.errors import Fp8ServeError, GroupError, RequestError, one_line
+from fp8serve.fp8.ops import cpu_kernels
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.sharding import shard_config
 from fp8serve.model.storage.memory import share_memory
@@ -150,6 +151,10 @@ def _identity(model_dir: Path, options: EngineOptions) -> dict[str, object]:
     names += ["max_num_seqs", "max_model_len", "max_batch_tokens", "block_size"]
     files = {"the model files": weight_version(model_dir), "the file of scales": _digest(options.scales)}
     versions = {"fp8serve's version": __version__, "torch's version": torch.__version__}
+    classes = {op: kernel["numerics"] for op, kernel in cpu_kernels().items()} if options.device == "cpu" else {}
+    if not options.invariant:  # each rank has its own heads, so that roundings of attention may differ
+        classes.pop("paged_attention", None)
+    versions |= {"the numerics classes of its processor's kernels": str(classes)}
     return versions | {f"the option {name}": getattr(options, name) for name in names} | files
 
 

@@ -28,7 +28,7 @@ from fp8serve.model.building import Model
 from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.experts import mixtures
-from fp8serve.model.storage.mapping import Span, join_spans, span_of
+from fp8serve.model.storage.mapping import CAN_READ_AHEAD, Span, join_spans, span_of
 from fp8serve.model.storage.memory import free_memory
 
 log = logging.getLogger("fp8serve.engine")
@@ -67,22 +67,36 @@ class WeightStreamer:
         self._reads: dict[int, Future[None]] = {}  # of the parts that memory holds, or that are being read
         self._reader = ThreadPoolExecutor(1, "weight-reader")
         for index, part in enumerate(parts):
-            for span in part.spans:
-                span.read_exactly()
             part.module.register_forward_pre_hook(partial(self._begin, index))
             part.module.register_forward_hook(partial(self._end, index))
         mixture_spans = {mixture: [_spans(expert) for expert in mixture.children()] for mixture in experts}
+        streamed = [part for part, kept in zip(parts, is_kept, strict=True) if not kept]
+        expert_spans = [span for spans in mixture_spans.values() for expert in spans for span in expert]
+        for span in (*expert_spans, *(span for part in streamed for span in part.spans)):
+            span.read_exactly()  # but not those of kept parts, which the system may drop and faults read back
         for mixture, spans in mixture_spans.items():
             mixture.register_forward_pre_hook(partial(_advise_chosen, spans))
-        expert_bytes = sum(span.size for spans in mixture_spans.values() for expert in spans for span in expert)
-        streamed = [part.size for part, kept in zip(parts, is_kept, strict=True) if not kept]
-        self.kept_bytes = sum(part.size for part in parts) - sum(streamed)
-        self.streamed_bytes = sum(streamed) + expert_bytes
+        part_bytes = sum(part.size for part in streamed)
+        self.kept_bytes = sum(part.size for part in parts) - part_bytes
+        self.streamed_bytes = part_bytes + sum(span.size for span in expert_spans)
 
     def _begin(self, index: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Waits until memory holds the part, and starts to read the next one."""
-        if args[0].size(0) == 0:  # the head, in a step without samples
+        if args[0].size(0) > 0:  # otherwise it is the head, in a step without samples
+            self._prepare(index)
+
+    def prepare(self, weight: Tensor) -> None:
+        """Waits until memory holds a weight for a use outside of a step, and starts to read the part after its own."""
+        span = span_of(weight)
+        if span is None:  # it was copied
             return
+        index = next((i for i, part in enumerate(self._parts) if any(map(span.is_inside, part.spans))), None)
+        if index is None:  # it is small, or belongs to an expert
+            span.read()
+        else:
+            self._prepare(index)
+
+    def _prepare(self, index: int) -> None:
+        """Waits until memory holds the part, and starts to read the next one."""
         following = (*range(index + 1, len(self._parts)), *range(index))
         ahead = next((i for i in following if not self._is_kept[i] or i not in self._reads), index)
         for unused in [i for i in self._reads if i not in (index, ahead) and not self._is_kept[i]]:
@@ -111,8 +125,8 @@ def check_copies(model_dir: Path, options: EngineOptions) -> None:
     if copied > free:
         raise MachineError(
             f"{model_dir} needs {_gib(copied)} of memory for weights that are converted when they are loaded, and "
-            f"{_gib(free)} are free; serve it as it is stored, or calibrate the model first: stored FP8 weights are "
-            "read from their files."
+            f"{_gib(free)} are free; serve it as it is stored, or calibrate the model first (gpt-oss in MXFP4: "
+            "convert it to compressed-tensors): stored weights are read from their files."
         )
 
 
@@ -127,24 +141,33 @@ def create_streamer(model: Model, model_dir: Path, reserved_bytes: int) -> Weigh
     excluded = {id(tensor) for mixture in experts for tensor in (*mixture.parameters(), *mixture.buffers())}
     parts = [Part(module, _spans(module, excluded)) for module in (*model.parts, model.head)]
     sizes = [part.size for part in parts] + [span.size for mixture in experts for span in _spans(mixture)]
-    budget, size = int(MAX_MEMORY_FRACTION * free) - reserved_bytes, sum(sizes)
+    usable, size = int(MAX_MEMORY_FRACTION * free), sum(sizes)
+    budget = usable - reserved_bytes
     if size <= budget:
         return None
-    if not isinstance(model, Decoder):
+    if not isinstance(model, Decoder) or not CAN_READ_AHEAD:
         log.warning(
             "%s of weights do not fit in the free memory and are read by page faults, which is slow: models that "
-            "transformers computes are not streamed.", _gib(size),
+            "transformers computes are not streamed, nor any on another system than Linux.", _gib(size),
         )  # fmt: skip
         return None
     is_kept = choose_kept([part.size for part in parts], budget)
+    if is_kept is None and size <= usable:  # a cache takes memory only when it fills
+        log.warning(
+            "The KV cache and other weights may take %s of the %s that are free, beside %s of weights: lower "
+            "num_blocks or kv_cache_bytes if memory runs short.", _gib(reserved_bytes), _gib(free), _gib(size),
+        )  # fmt: skip
+        return None
     if is_kept is None:
         largest = sum(sorted(part.size for part in parts)[-2:])
         raise MachineError(
             f"{model_dir} does not fit: {_gib(largest)} of memory are needed for its two largest layers at a time, and "
-            f"{_gib(max(0, budget))} of {_gib(free)} are left by its KV cache and activations; lower kv_cache_bytes, "
-            "or use a machine with more memory."
+            f"{_gib(max(0, budget))} of {_gib(free)} are left by its KV cache and activations; lower num_blocks or "
+            "kv_cache_bytes, or use a machine with more memory."
         )
     streamer = WeightStreamer(parts, is_kept, experts)
+    for span in [] if model.config.tie_word_embeddings else _spans(model.embedding):
+        span.read_exactly()
     log.info(
         "%s of weights do not fit in the free memory: %s (%d of %d layers, with the head) stay in memory, and %s are "
         "read from the files %s",

@@ -125,7 +125,7 @@ _SCALE = re.compile(r"scale")
 @dataclass(frozen=True)
 class WeightMemory:
     """Bytes of a model's weights: `served` while it is served, `peak` while it is loaded. On a CPU, `copied` of the
-    served ones are converted when they are loaded; the others are parts of the mapped files."""
+    served ones are converted or rearranged when they are loaded; the others are parts of the mapped files."""
 
     served: int
     peak: int
@@ -186,7 +186,9 @@ def estimate_weight_memory(
         as_stored = recipe == "stored" and tensor.owner in owners
         if _SCALE.search(tensor.name):
             is_byte = tensor.dtype in ("U8", "F8_E8M0", "F8_E4M3")
-            served_bytes += (1 if is_byte else FP32_BYTES) * tensor.elements if as_stored else 0
+            size = (1 if is_byte else FP32_BYTES) * tensor.elements if as_stored else 0
+            served_bytes += size
+            copied_bytes += size if _is_rearranged(tensor, config) else 0
         elif _is_linear(tensor, config) and casts_linears:
             rows = math.prod(tensor.shape[:2] if len(tensor.shape) == 4 else tensor.shape[:-1])  # 4: gpt-oss' blocks
             row_scales = FP32_BYTES * rows if bits == 8 else 0
@@ -195,7 +197,8 @@ def estimate_weight_memory(
             is_byte = as_stored and tensor.is_quantized
             size = math.prod(tensor.shape) if is_byte else tensor.elements * BF16_BYTES
             served_bytes += size
-            copied_bytes += 0 if is_byte or tensor.dtype == "BF16" else size
+            is_mapped = (is_byte or tensor.dtype == "BF16") and not _is_rearranged(tensor, config)
+            copied_bytes += 0 if is_mapped else size
     if head == "fp8" and isinstance(config, ModelConfig):  # FP8 elements, and an FP32 scale for each row
         head_bytes = config.vocab_size * (config.hidden_size + FP32_BYTES)
         served_bytes, copied_bytes = served_bytes + head_bytes, copied_bytes + head_bytes
@@ -274,3 +277,12 @@ def _is_linear(tensor: _Tensor, config: AnyConfig) -> bool:
     """Whether an FP8 recipe casts the tensor."""
     is_matrix = len(tensor.shape) > 1 and min(tensor.shape) > 1
     return is_matrix and config.vocab_size not in tensor.shape and _HIGH_PRECISION.search(tensor.name) is None
+
+
+def _is_rearranged(tensor: _Tensor, config: AnyConfig) -> bool:
+    """Whether the tensor is copied even if its type stays: in gpt-oss' files, gate and up rows alternate, and experts
+    in BF16 are transposed."""
+    if not isinstance(config, ModelConfig) or config.experts is None or not config.experts.interleaved:
+        return False
+    is_down = tensor.dtype == "BF16" and tensor.name.endswith(".experts.down_proj")
+    return is_down or ".experts.gate_up_proj" in tensor.name

@@ -109,7 +109,8 @@ def test_free_memory_is_that_of_the_smallest_control_group(tmp_path: Path) -> No
     """Pages of files are free, because the system drops them."""
     sizes = {
         "a": {"memory.max": "900", "memory.current": "800", "memory.stat": "active_file 30\ninactive_file 20\nfile 99"},
-        "a/b": {"memory.max": "max", "memory.current": "10"},
+        "a/b": {"memory.max": "max", "memory.high": "max", "memory.current": "10"},
+        "slowed": {"memory.max": "900", "memory.high": "500", "memory.current": "10"},
         "memory": {"memory.limit_in_bytes": "700", "memory.usage_in_bytes": "600",
                    "memory.stat": "active_file 9\ntotal_active_file 40\ntotal_inactive_file 1"},
     }  # fmt: skip
@@ -118,6 +119,7 @@ def test_free_memory_is_that_of_the_smallest_control_group(tmp_path: Path) -> No
         for name, content in files.items():
             (tmp_path / group / name).write_text(f"{content}\n")
     assert list(storage_memory._free_in_groups(["3:cpu:/x", "0::/a/b"], tmp_path)) == [150]
+    assert list(storage_memory._free_in_groups(["0::/slowed"], tmp_path)) == [490]
     assert list(storage_memory._free_in_groups(["4:cpu,memory:/container/7"], tmp_path)) == [141]
     assert list(storage_memory._free_in_groups(["0::/", "1:name=systemd:/"], tmp_path)) == []
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.large_model import write_model as write_large_model
 from fp8serve.engine import streaming
@@ -14,10 +15,13 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.streaming import choose_kept
 from fp8serve.errors import MachineError, RequestError
+from fp8serve.fp8.lora import dora_factor, weight_of
 from fp8serve.model.checkpoint import load_servable
+from fp8serve.model.storage.mapping import Span, span_of
 from tests.model import checkpoints
-from tests.model.test_mapped import resident_kib
+from tests.model.test_mapped import exact_kib, resident_kib
 
+from .adapters import write_random_adapter
 from .tiny import write_model
 
 MIB = 2**20
@@ -33,11 +37,12 @@ def leave_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     create_streamer = streaming.create_streamer
     monkeypatch.setattr(streaming, "free_memory", lambda: num_bytes)
     monkeypatch.setattr(streaming, "MAX_MEMORY_FRACTION", 1.0)
+    monkeypatch.setattr(streaming, "CAN_READ_AHEAD", True)
     monkeypatch.setattr("fp8serve.engine.loading.create_streamer", lambda *args: create_streamer(*args[:2], 0))
 
 
 def open_engine(path: Path, recipe: str = "stored", **options: Any) -> Engine:
-    return Engine(path, recipe=recipe, num_blocks=8, **options)
+    return Engine(path, recipe=recipe, **{"num_blocks": 8} | options)
 
 
 def mapped_sizes(path: Path, recipe: Literal["stored", "bf16"]) -> list[int]:
@@ -116,6 +121,19 @@ def test_memory_holds_the_kept_layers_and_two_others(tmp_path: Path, monkeypatch
     assert resident_kib(tmp_path / "model.safetensors") * 1024 <= streamer.kept_bytes + 2 * layer + MIB / 2
 
 
+@linux
+def test_kept_layers_that_the_system_drops_are_not_read_page_by_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, **WIDE | {"num_hidden_layers": 8}, vocab_size=2048, tie_word_embeddings=False)
+    leave_memory(monkeypatch, sum(mapped_sizes(tmp_path, "bf16")) * 3 // 4)
+    streamer = open_engine(tmp_path, "bf16").loaded.streamer
+    assert streamer is not None
+    assert streamer.kept_bytes > 3 * MIB
+    exact_bytes = streamer.streamed_bytes + MIB  # single rows of the embedding are used
+    assert abs(exact_kib(tmp_path / "model.safetensors") * 1024 - exact_bytes) < MIB / 4
+
+
 def test_weights_that_are_streamed_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoints.rows().write(tmp_path / "model")
     leave_memory(monkeypatch, 900 << 10)
@@ -139,6 +157,88 @@ def test_memory_for_less_than_two_layers_is_refused(tmp_path: Path, monkeypatch:
     leave_memory(monkeypatch, 100 << 10)
     with pytest.raises(MachineError, match=r"does not fit: 0\.00 GiB of memory are needed for its two largest layers"):
         open_engine(path)
+
+
+def test_a_cache_larger_than_memory_does_not_refuse_a_model_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path)
+    monkeypatch.setattr(streaming, "free_memory", lambda: 4 * MIB)
+    engine = Engine(tmp_path, recipe="bf16", num_blocks=4000)
+    assert engine.info()["kv_cache_bytes"] > 4 * MIB
+    assert engine.info()["streamed_bytes"] == 0
+    assert "lower num_blocks or kv_cache_bytes if memory runs short" in caplog.text
+
+
+@linux
+def test_the_cache_and_the_draft_model_leave_less_memory_for_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "model", **WIDE | {"num_hidden_layers": 8})
+    draft = write_model(tmp_path / "draft", **WIDE | {"num_hidden_layers": 2}, seed=1)
+    adapter = write_random_adapter(tmp_path / "adapter", path, dora=True)
+    sizes = mapped_sizes(path, "bf16")
+
+    def answers(engine: Engine) -> list[Any]:
+        return engine.generate(IDS, **GREEDY) + engine.generate(IDS, adapter="adapter", **GREEDY)
+
+    def open_with_adapter(**options: Any) -> Engine:
+        engine = open_engine(path, "bf16", **options)
+        engine.load_adapter("adapter", adapter)
+        return engine
+
+    expected = answers(open_with_adapter())
+    monkeypatch.setattr(streaming, "free_memory", lambda: sum(sizes))
+    kept = []
+    for options in ({}, {"draft_model": str(draft)}, {"draft_model": str(draft), "num_blocks": 40}):
+        engine = open_with_adapter(**options)
+        info, streamer = engine.info(), engine.loaded.streamer
+        assert streamer is not None
+        reserved = info["kv_cache_bytes"] + (info["draft_model"]["weight_bytes"] if options else 0)
+        is_kept = choose_kept(sizes, int(0.85 * sum(sizes)) - reserved)
+        assert streamer.kept_bytes == sum(size for size, stays in zip(sizes, is_kept or [], strict=True) if stays)
+        kept.append(streamer.kept_bytes)
+        assert answers(engine) == expected
+    assert kept == sorted(set(kept), reverse=True)
+
+
+def test_norms_for_dora_are_computed_from_weights_that_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "model", **WIDE)
+    adapter = write_random_adapter(tmp_path / "adapter", path, dora=True)
+    leave_memory(monkeypatch, sum(mapped_sizes(path, "bf16")) * 3 // 4)
+    engine = open_engine(path, "bf16")
+    reads: list[Span] = []
+    are_read: list[bool] = []
+    streamer, read = engine.loaded.streamer, Span.read
+
+    def record_read(span: Span) -> None:
+        reads.append(span)
+        read(span)
+
+    def compute_factor(base: nn.Module, *args: Any) -> torch.Tensor | None:
+        span = span_of(weight_of(base))
+        are_read.append(span is not None and any(map(span.is_inside, reads)))
+        return dora_factor(base, *args)
+
+    monkeypatch.setattr(Span, "read", record_read)
+    monkeypatch.setattr("fp8serve.engine.adapters.dora_factor", compute_factor)
+    engine.load_adapter("adapter", adapter)
+    assert len(are_read) > 20
+    assert all(are_read)
+    assert streamer is not None
+    assert len(streamer._reads) <= sum(streamer._is_kept) + 2
+
+
+def test_nothing_is_streamed_where_the_system_cannot_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, **WIDE)
+    leave_memory(monkeypatch, sum(mapped_sizes(tmp_path, "bf16")) * 3 // 4)
+    monkeypatch.setattr(streaming, "CAN_READ_AHEAD", False)
+    assert open_engine(tmp_path, "bf16").info()["streamed_bytes"] == 0
+    assert "read by page faults, which is slow" in caplog.text
 
 
 def test_casts_larger_than_memory_are_refused_before_they_begin(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8serve.engine import follower, rank_processes
+from fp8serve.engine.adapters import Adapters
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.leader import LeadingPacker
 from fp8serve.engine.options import LOST_SECONDS, EngineOptions
@@ -170,6 +171,20 @@ def test_an_adapter_that_does_not_fit_changes_nothing(models: Path) -> None:
     with engine(models / "llama", recipe="bf16") as one:
         one.load_adapter("fits", models / "llama-lora")
         assert one.generate(PROMPTS, adapter="fits", **SAMPLED) == first
+
+
+@pytest.mark.distributed
+def test_ranks_that_read_different_adapters_have_none(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, read_weights = write_random_adapter(tmp_path / "copy", models / "llama", seed=5), Adapters.read_weights
+    with engine(models / "llama", 2, **INVARIANT) as two:
+        for other in (copy, models / "llama-dora"):  # the norms of DoRA are summed over the ranks
+            with monkeypatch.context() as patch:  # of rank 0 only
+                patch.setattr(Adapters, "read_weights", lambda adapters, _, other=other: read_weights(adapters, other))
+                with pytest.raises(ModelError, match="llama-lora does not hold the same adapter for all ranks"):
+                    two.load_adapter("replaced", models / "llama-lora")
+        assert two.load_adapter("replaced", copy)["name"] == "replaced"
 
 
 @pytest.mark.distributed
@@ -345,6 +360,21 @@ def test_ranks_of_another_version_are_refused() -> None:
     check_identities([here, here])
     with pytest.raises(GroupError, match="rank 2 differs from rank 0 in fp8serve's version"):
         check_identities([here, here, {"fp8serve's version": "2", "model files": "y"}])
+
+
+def test_ranks_whose_kernels_have_other_bits_are_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def identities(numerics: tuple[str, str], **options: Any) -> list[dict[str, object]]:
+        results = []
+        for attention, mm in (("tiles", "four_lanes"), numerics):
+            kernels = {"paged_attention": {"numerics": attention}, "mm": {"numerics": mm}}
+            monkeypatch.setattr(rank_processes, "cpu_kernels", lambda kernels=kernels: kernels)
+            results.append(rank_processes._identity(models / "llama", EngineOptions(device="cpu", **options)))
+        return results
+
+    check_identities(identities(("other tiles", "four_lanes")))
+    for different in (identities(("tiles", "pairs")), identities(("other tiles", "four_lanes"), invariant=True)):
+        with pytest.raises(GroupError, match="rank 1 differs from rank 0 in the numerics classes of its processor's"):
+            check_identities(different)
 
 
 def test_ranks_of_other_weights_or_scales_are_refused(tmp_path: Path) -> None:

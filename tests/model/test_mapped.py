@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.errors import MachineError
+from fp8serve.errors import MachineError, ModelError
 from fp8serve.model.storage.mapping import Span, join_spans, map_file, release_pages, span_of
 
 SIZE = 8 << 20
@@ -29,6 +29,19 @@ def resident_kib(path: Path) -> int:
             ours = line.endswith(str(path))
         elif ours and line.startswith("Rss:"):
             kib += int(line.split()[1])
+    return kib
+
+
+def exact_kib(path: Path) -> int:
+    """Returns the size of the file's mappings in this process in which a fault reads a single page, in KiB."""
+    kib, size, ours = 0, 0, False
+    for line in SMAPS.read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = line.endswith(str(path))
+        elif line.startswith("Size:"):
+            size = int(line.split()[1])
+        elif line.startswith("VmFlags:") and ours and " rr" in line:
+            kib += size
     return kib
 
 
@@ -102,6 +115,14 @@ def test_a_dropped_span_is_read_again(tmp_path: Path) -> None:
     assert torch.equal(whole.view(torch.int32), values)
 
 
+@pytest.mark.skipif(not SMAPS.exists(), reason="only Linux tells how faults read")
+def test_other_spans_are_read_with_their_neighbours(tmp_path: Path) -> None:
+    write(tmp_path / "file")
+    whole = map_file(tmp_path / "file")
+    span(whole[10_000 : SIZE // 2]).read_exactly()
+    assert abs(exact_kib(tmp_path / "file") - (SIZE >> 11)) < 64
+
+
 def test_adjacent_spans_are_joined(tmp_path: Path) -> None:
     for name in "ab":
         write(tmp_path / name)
@@ -110,12 +131,33 @@ def test_adjacent_spans_are_joined(tmp_path: Path) -> None:
     assert join_spans(spans) == [span(a[:10]), span(a[16:40]), span(b[:8])]
 
 
-def test_a_file_that_became_shorter_is_one_sentence(tmp_path: Path) -> None:
-    write(tmp_path / "file")
-    whole = span(map_file(tmp_path / "file"))
-    os.truncate(tmp_path / "file", SIZE // 2)
-    with pytest.raises(MachineError, match="file cannot be read: it became shorter, or its disk failed; start again"):
-        whole.read()
+@pytest.mark.parametrize("size", [SIZE // 2, SIZE])
+def test_a_file_that_is_written_to_is_one_sentence(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write(path)
+    os.utime(path, ns=(0, 0))
+    whole = map_file(path)
+    span(whole).read()
+    with path.open("r+b") as file:
+        file.truncate(size)
+        file.write(b"other weights")
+    with pytest.raises(MachineError, match="file cannot be read: it was written to while it was in use, or its disk"):
+        span(whole[: SIZE // 4]).read()
+
+
+def test_a_file_that_was_replaced_is_read_as_it_was(tmp_path: Path) -> None:
+    values = write(tmp_path / "file")
+    whole = map_file(tmp_path / "file")
+    (tmp_path / "other").write_bytes(bytes(SIZE))
+    (tmp_path / "other").replace(tmp_path / "file")
+    span(whole).read()
+    assert torch.equal(whole.view(torch.int32), values)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="file is empty; copy or download it again"):
+        map_file(tmp_path / "file")
 
 
 @pytest.mark.skipif(not MEMINFO.exists(), reason="only Linux tells the size of memory")

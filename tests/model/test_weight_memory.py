@@ -12,16 +12,24 @@ from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, from_name
 from fp8serve.model.checkpoint import load_any_servable, load_servable, open_checkpoint
 from fp8serve.model.device import estimate_weight_memory
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, fingerprint, save_scales
+from fp8serve.model.storage.mapping import span_of
 from tests.compatibility.cases import NAMES, make
+from tests.model.test_experts import write_gpt_oss
 from tests.model.test_int4 import configuration, quantized
 
 from . import checkpoints, encoders
+from .oracle import make_model
 
 
 def loaded_bytes(model: nn.Module) -> int:
     """Returns the bytes of all parameters and buffers, each counted once, without masks."""
     tensors = (*model.parameters(), *model.buffers())
     return sum({t.data_ptr(): t.nbytes for t in tensors if t.dtype is not torch.bool}.values())
+
+
+def copied_bytes(model: nn.Module) -> int:
+    """Returns the bytes of all parameters and buffers that are no parts of mapped files."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if span_of(tensor) is None)
 
 
 def recipe_of(name: str) -> Recipe | None:
@@ -34,6 +42,18 @@ def test_every_recipe_and_architecture_is_counted(name: str, tmp_path: Path) -> 
     for recipe in ("rowwise", "bf16"):
         model = load_servable(tmp_path, recipe_of(recipe))
         assert estimate_weight_memory(tmp_path, recipe).served == pytest.approx(loaded_bytes(model), rel=0.1), recipe
+
+
+@pytest.mark.parametrize("kind", ["deepseek-v3", "phi3", "qwen3-moe", "gpt-oss", "gpt-oss in MXFP4"])
+def test_copies_are_counted(kind: str, tmp_path: Path) -> None:
+    in_4_bits = kind == "gpt-oss in MXFP4"
+    if in_4_bits:
+        write_gpt_oss(tmp_path)
+    else:
+        make_model(kind, tmp_path)
+    copied = copied_bytes(load_servable(tmp_path, "stored" if in_4_bits else None))
+    estimate = estimate_weight_memory(tmp_path, "stored" if in_4_bits else "bf16")
+    assert estimate.copied == pytest.approx(copied, rel=0.02, abs=100)
 
 
 @pytest.mark.parametrize("head", ["bf16", "fp8"])

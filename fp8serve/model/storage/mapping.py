@@ -29,16 +29,19 @@ from fp8serve.errors import MachineError, ModelError
 from fp8serve.model.storage.opening import open_member
 
 ADVISED_BYTES = 128 << 10  # Linux reads no more for one call than a disk's read-ahead, which is at least this
+CAN_READ_AHEAD = sys.platform == "linux"  # elsewhere `Span.read` reads nothing
 MADV_POPULATE_READ = 22  # of Linux 5.14
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python has a name for it from 3.13 on
 
 
 class MappedFile(mmap.mmap):
-    """A mapped file with its path and its address, and a descriptor that is open as long as the mapping exists."""
+    """A mapped file with its path, its address, its size and time when it was mapped, and a descriptor that is open as
+    long as the mapping exists."""
 
     path: Path
     address: int
     descriptor: int
+    version: tuple[int, int]
 
 
 _MAPPED_FILES: WeakValueDictionary[int, MappedFile] = WeakValueDictionary()  # by start address
@@ -46,12 +49,15 @@ _MAPPED_FILES: WeakValueDictionary[int, MappedFile] = WeakValueDictionary()  # b
 
 def map_file(path: Path) -> Tensor:
     """Maps a file and returns its bytes as a uint8 tensor; writing to it does not change the file. Raises ModelError
-    if `open_member` refuses the file."""
+    if `open_member` refuses the file, or if it is empty."""
     with open_member(path, error=ModelError) as file:
+        version = _version(file.fileno())
+        if version[0] == 0:
+            raise ModelError(f"{path} is empty; copy or download it again.")
         mapped = MappedFile(
             file.fileno(), 0, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
-        mapped.path, mapped.descriptor = path, os.dup(file.fileno())
+        mapped.path, mapped.descriptor, mapped.version = path, os.dup(file.fileno()), version
     weakref.finalize(mapped, os.close, mapped.descriptor)
     content = torch.frombuffer(mapped, dtype=torch.uint8)
     mapped.address = content.data_ptr()
@@ -70,10 +76,15 @@ class Span(NamedTuple):
     def size(self) -> int:
         return self.end - self.start
 
+    def is_inside(self, other: "Span") -> bool:
+        return self.file is other.file and other.start <= self.start and self.end <= other.end
+
     def read_exactly(self) -> None:
-        """Makes the file's faults read single pages from now on, and not their neighbours, which `read` replaces."""
+        """Makes faults in these bytes read single pages from now on, and not their neighbours: for bytes that `read` or
+        `advise` reads before every use, and for tables of which few rows are used."""
         if hasattr(mmap, "MADV_RANDOM"):
-            self.file.madvise(mmap.MADV_RANDOM)
+            first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
+            self.file.madvise(mmap.MADV_RANDOM, first, self.end - first)
 
     def advise(self) -> None:
         """Tells the system that the bytes will be used soon, and does not wait until they are in memory."""
@@ -84,12 +95,14 @@ class Span(NamedTuple):
 
     def read(self) -> None:
         """Reads the bytes from the disk, in order, and maps them. Other threads run meanwhile. Raises MachineError if
-        the file became shorter or its disk fails."""
+        the file was written to or its disk fails."""
         self.advise()
         first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
-        if _madvise(self.file.address + first, self.end - first, MADV_POPULATE_READ) == errno.EFAULT:
+        result = _madvise(self.file.address + first, self.end - first, MADV_POPULATE_READ)
+        if result == errno.EFAULT or _version(self.file.descriptor) != self.file.version:
             raise MachineError(
-                f"{self.file.path} cannot be read: it became shorter, or its disk failed; start again with whole files."
+                f"{self.file.path} cannot be read: it was written to while it was in use, or its disk failed; start "
+                "again with whole files."
             )
 
     def release(self) -> None:
@@ -103,6 +116,12 @@ class Span(NamedTuple):
         self.release()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.descriptor, self.start, self.size, os.POSIX_FADV_DONTNEED)
+
+
+def _version(descriptor: int) -> tuple[int, int]:
+    """Returns the size of a file and when it was last written to."""
+    stat = os.fstat(descriptor)
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _madvise(address: int, size: int, advice: int) -> int:

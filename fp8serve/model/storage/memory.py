@@ -102,21 +102,24 @@ def free_memory() -> int:
 def _free_in_groups(groups: list[str], root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """Yields the free bytes of each control group with a limit, for the lines of /proc/self/cgroup. A container may see
     its own group as the root of the mounted tree."""
+    limit_names: tuple[str, ...]
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
-            top, names, prefix = root, ("memory.max", "memory.current"), ""
+            top, limit_names, usage_name, prefix = root, ("memory.max", "memory.high"), "memory.current", ""
         elif "memory" in controllers.split(","):
-            top, names, prefix = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
+            top, prefix = root / "memory", "total_"
+            limit_names, usage_name = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
         else:
             continue
         group = top / path.lstrip("/")
         for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
-            limit, usage = (_lines(folder / name) for name in names)
-            if limit and usage and limit[0].isdigit():
+            texts = [line for name in limit_names for line in _lines(folder / name)]
+            limits, usage = [int(text) for text in texts if text.isdigit()], _lines(folder / usage_name)
+            if limits and usage:
                 sizes = dict(line.split() for line in _lines(folder / "memory.stat"))
                 of_files = sum(int(sizes.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
-                yield int(limit[0]) - int(usage[0]) + of_files
+                yield min(limits) - int(usage[0]) + of_files
 
 
 def _lines(path: str | Path) -> list[str]:
