@@ -133,7 +133,7 @@ def test_the_server_of_the_deployment(data: Path, tmp_path: Path) -> None:
 
 
 def test_ranks_on_two_nodes(data: Path, tmp_path: Path) -> None:
-    with running(render(nodes=2, **DRAIN), data, tmp_path, 2) as pods:
+    with running(render(nodes=2, options=["--invariant"], **DRAIN), data, tmp_path, 2) as pods:
         pods.wait_until_ready()
         assert pods.complete(GREEDY)["choices"][0]["text"] == expected_text(data)
         assert pods.client.get("/info", headers=HEADERS).json()["engine"]["tensor_parallel"] == 2

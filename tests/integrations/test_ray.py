@@ -82,6 +82,18 @@ class Cluster:
         return processes
 
 
+def processes_of_ray(place: str) -> list[psutil.Process]:
+    """Returns Ray's processes, whose arguments name the directory `place`, and all that they started."""
+    started = [child for child in psutil.Process().children() if any(place in word for word in child.cmdline())]
+    return [*started, *(process for child in started for process in child.children(recursive=True))]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def free_port() -> int:
     with open_listener() as listener:
         return int(listener.getsockname()[1])
@@ -95,7 +107,7 @@ def cluster() -> Iterator[Cluster]:
     place = tempfile.mkdtemp(prefix="ray-")  # tmp_path is too long for Ray's sockets
     dashboard, proxy = free_port(), free_port()
     handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces
-    children: list[psutil.Process] = []
+    started: list[psutil.Process] = []
     try:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in {**ENVIRONMENT, "TMPDIR": place}.items():
@@ -111,12 +123,13 @@ def cluster() -> Iterator[Cluster]:
             )
             serve.start(http_options={"host": "127.0.0.1", "port": proxy})
             yield Cluster(f"http://127.0.0.1:{proxy}", f"http://127.0.0.1:{dashboard}")
-            children = psutil.Process().children(recursive=True)
+            started = processes_of_ray(place)
+            assert started
             serve.shutdown()
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, handler)
-        until(lambda: not any(child.is_running() for child in children), "the end of Ray's processes")
+        until(lambda: not any(map(is_alive, started)), "the end of Ray's processes")
         directories = list(Path(place).glob("fp8serve-ray-*"))
         shutil.rmtree(place)
     assert len(directories) <= KILLED_REPLICAS
@@ -311,7 +324,7 @@ def test_a_replica_ends_with_its_engine(cluster: Cluster, models: Path) -> None:
         replica = engine.parent()
         assert replica is not None
         engine.kill()
-        until(lambda: not replica.is_running(), "the end of the replica")
+        until(lambda: not is_alive(replica), "the end of the replica")
         until(lambda: len(cluster.engines()) == 2, "two engines")
 
     with cluster.deployed(**arguments) as client, ThreadPoolExecutor(4) as pool:
